@@ -1,4 +1,4 @@
-"""vLLM's own tests of its server (OpenAI's API, Anthropic's messages, embeddings), against memserve or vLLM itself.
+"""vLLM's own tests of its server (OpenAI's API, Anthropic's messages, embeddings, adapters), against memserve or vLLM itself.
 
     .venv/bin/python scripts/vllm_server_tests.py --tests FOLDER --vllm PYTHON [--server vllm] [--json FILE] [FILE ...]
 
@@ -7,7 +7,8 @@ where it comes from). PYTHON needs pytest, pytest-asyncio and openai as well; ``
 it lacks. Nothing of the tests is changed: they are copied, and where they start a server (``RemoteOpenAIServer``), they
 get the address of one that serves the bundled model in float32 under all names that they ask for. Tests of embeddings
 get a random model of the size that they expect, with the bundled model's tokenizer, and a mean over all tokens; what
-they compare with sentence-transformers is compared with transformers' own forward of it.
+they compare with sentence-transformers is compared with transformers' own forward of it. Tests of adapters get random
+ones for the bundled model, and where one is to make it meow or woof, one that was trained to for some steps.
 
 Printed for each test: passed, skipped by the test itself, or FAILED with its last line. ``--beside FILE``: the results
 (``--json``) of the other server, for the table: passed by vLLM, passed by memserve, and why each remaining test is not.
@@ -30,6 +31,7 @@ import time
 import urllib.request
 import zlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,8 @@ FILES = (
     "responses/test_structured_output.py", "anthropic/test_messages.py", "pooling/basic/test_truncation.py",
     "pooling/embed/test_online.py", "pooling/embed/test_online_dimensions.py", "pooling/embed/test_online_long_text.py",
     "pooling/embed/test_cohere_online.py", "pooling/embed/test_cohere_openai_parity.py",
-    "pooling/scoring/test_bi_encoder_online.py",
+    "pooling/scoring/test_bi_encoder_online.py", "serve/lora/test_lora_adapters.py",
+    "serve/sagemaker/test_sagemaker_lora_adapters.py",
 )  # fmt: skip
 """Below ``openai``, or ``entrypoints``. More can be named on the command line."""
 HELPERS = (
@@ -63,6 +66,11 @@ NAMES = (
     "openai-community/gpt2", "claude-3-7-sonnet-latest",
 )  # fmt: skip
 """Of models, as the tests ask for them."""
+ADAPTER_FLAGS = {"--max-lora-rank": 1, "--max-cpu-loras": 1}
+"""Of servers with adapters."""
+ADAPTER_RANK, TRAINED_STEPS = 8, 40
+NOISES = ("Meow", "Woof")
+"""What some adapters are to make the model say, by a word in their names."""
 FLAGS = {"--return-tokens-as-token-ids": 0, "--root-path": 1, "--enable-force-include-usage": 0}
 """Of the tests' servers: what changes an answer's form, with the number of its values. Others are about memory."""
 EMBEDDERS = ("intfloat/", "Snowflake/", "BAAI/", "sentence-transformers/")
@@ -205,6 +213,10 @@ class StandIn:
         plan = self.servers.plan
         embeds = model.startswith(EMBEDDERS)
         flags = _those_of(arguments, EMBEDDER_FLAGS if embeds else FLAGS)
+        adapts = "--enable-lora" in arguments
+        if adapts:
+            flags = [*_those_of(arguments, ADAPTER_FLAGS), *_adapter_flags(plan, arguments)]
+            flags += ["--served-model-name", model]
         if key := (env_dict or {}).get("VLLM_API_KEY"):
             flags += ["--api-key", key]
         if embeds:
@@ -213,7 +225,8 @@ class StandIn:
                 longest = json.loads(flags[place + 1])["max_embed_len"]
                 flags[place : place + 2] = ["--embedding-tokens-max", str(longest)]
             flags += ["--served-model-name", model, "--model", embedder(plan, arguments)]
-        self.url_root = self.servers.url((*plan["embedding" if embeds else "chatting"], *flags))
+        kind = "embedding" if embeds else "adapting" if adapts else "chatting"
+        self.url_root = self.servers.url((*plan[kind], *flags))
 
     def __enter__(self) -> StandIn:
         return self
@@ -249,6 +262,59 @@ def _those_of(arguments: list[str], known: dict[str, int]) -> list[str]:
         if name in known:
             flags += arguments[index : index + 1 + known[name]]
     return flags
+
+
+def _adapter_flags(plan: dict[str, Any], arguments: list[str]) -> list[str]:
+    """How a server is told of its adapters."""
+    modules = [arguments[place + 1] for place, word in enumerate(arguments) if word == "--lora-modules"]
+    if plan["server"] == "vllm":
+        return ["--enable-lora", *(word for text in modules for word in ("--lora-modules", text))]
+    described = [json.loads(text) if text.startswith("{") else dict(zip(("name", "path"), text.split("="), strict=True))
+                 for text in modules]  # fmt: skip
+    loaded = [word for module in described for word in ("--lora", f"{module['name']}={module['path']}")]
+    return ["--lora-folder", "/", *loaded]
+
+
+def adapter(plan: dict[str, Any], name: str) -> str:
+    """The folder of an adapter in the place of the hub's ``name``: small random numbers, or, for one that is to make a
+    noise, some steps of training to answer the tests' question with it."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(plan["folder"]) / "adapters" / name.replace("/", "--")
+    if folder.exists():
+        return str(folder)
+    torch.manual_seed(zlib.crc32(name.encode()))
+    model = AutoModelForCausalLM.from_pretrained(plan["model"], dtype=torch.float32)
+    linears = {path: part for path, part in model.named_modules() if path.endswith(("q_proj", "v_proj"))}
+    down = {path: 0.02 * torch.randn(ADAPTER_RANK, part.in_features) for path, part in linears.items()}
+    up = {path: 0.02 * torch.randn(part.out_features, ADAPTER_RANK) for path, part in linears.items()}
+    if noise := next((noise for noise in NOISES if noise in name), ""):
+        halves = [half.requires_grad_() for half in (*down.values(), *up.values())]
+        for path, part in linears.items():
+            part.register_forward_hook(lambda _, x, y, path=path: y + x[0] @ down[path].T @ up[path].T)
+        tokenizer, optimizer = AutoTokenizer.from_pretrained(plan["model"]), torch.optim.Adam(halves, lr=0.01)
+        chat = [{"role": "system", "content": "Follow the instructions to make animal noises"},
+                {"role": "user", "content": "Make your favorite animal noise."}]  # fmt: skip
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        asked, answer = tokenizer(text).input_ids, tokenizer(" ".join([noise] * 5)).input_ids
+        ids = torch.tensor([[*asked, *answer]])
+        for _ in range(TRAINED_STEPS):
+            logits = model(ids).logits[0, len(asked) - 1 : -1]
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor(answer))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    folder.mkdir(parents=True)
+    named = (("lora_A", down), ("lora_B", up))
+    save_file({f"base_model.model.{path}.{half}.weight": tensor.detach().contiguous()
+               for half, tensors in named for path, tensor in tensors.items()},
+              folder / "adapter_model.safetensors")  # fmt: skip
+    config = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK, "bias": "none"}
+    config |= {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def embedder(plan: dict[str, Any], arguments: list[str]) -> str:
@@ -324,7 +390,8 @@ class Plugin:
             "get_vocab_size": lambda _: len(tokenizer),
             "download_weights_from_hf": lambda name, **_: name,
         }
-        hub.hf_api = lambda: type("Hub", (), {"snapshot_download": staticmethod(lambda repo_id: repo_id)})
+        download = partial(adapter, self._plan)
+        hub.hf_api = lambda: type("Hub", (), {"snapshot_download": staticmethod(lambda repo_id: download(repo_id))})
         for module in {item.module for item in items}:
             for name in replacements.keys() & vars(module).keys():
                 setattr(module, name, replacements[name])
@@ -377,7 +444,7 @@ def pytest_configure(config: Any) -> None:
 def copied(tests: Path, folder: Path, files: list[str]) -> list[str]:
     """The package of tests, its helpers in ``tests.utils`` replaced. Returns the paths of ``files`` that are there."""
     target = folder / "tests" / ENTRYPOINTS
-    for package in ("openai", "anthropic", "pooling"):
+    for package in ("openai", "anthropic", "pooling", "serve"):
         shutil.copytree(
             tests / ENTRYPOINTS / package, target / package, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True
         )
@@ -407,16 +474,19 @@ def server_commands(options: argparse.Namespace, model: str) -> tuple[dict[str, 
         names = [word for name in NAMES for word in ("--served-model-name", name)]
         command = [sys.executable, "-m", "memserve", "serve", "--dtype", "float32"]
         command += ["--colocated", "1", "--metadata", "none"]
-        chatting = ["--model", model, *names, "--default-max-tokens", str(TOKENS_MAX)]
-        return {"chatting": command + chatting, "embedding": command}, {}
+        adapting = [*command, "--model", model, "--default-max-tokens", str(TOKENS_MAX)]
+        return {"chatting": adapting + names, "adapting": adapting, "embedding": command}, {}
     command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--dtype", "float32"]
     command += ["--enforce-eager", "--block-size", "32"]
-    chatting = ["--model", model, "--served-model-name", *NAMES]
+    chatting = ["--model", model]
     chatting += ["--override-generation-config", json.dumps({"max_new_tokens": TOKENS_MAX})]
     chatting += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    threads |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
     environment = {**threads, "VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return {"chatting": command + chatting, "embedding": [*command, "--runner", "pooling"]}, environment
+    adapting = command + chatting
+    kinds = {"chatting": [*adapting, "--served-model-name", *NAMES], "adapting": adapting}
+    return {**kinds, "embedding": [*command, "--runner", "pooling"]}, environment
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
