@@ -1,4 +1,4 @@
-"""vLLM's own tests of its server (OpenAI's API, Anthropic's messages, embeddings, adapters), against memserve or vLLM itself.
+"""vLLM's own tests of its server (OpenAI's API, Anthropic's messages, embeddings, adapters), against memserve or vLLM.
 
     .venv/bin/python scripts/vllm_server_tests.py --tests FOLDER --vllm PYTHON [--server vllm] [--json FILE] [FILE ...]
 

@@ -38,6 +38,8 @@ class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     """The folder that PEFT has written: below that of `--lora-folder`, or relative to it."""
     load_inplace: bool = False
     """Let a name that there is lead to these files from now on."""
+    model: ShortText | None = None
+    """Of a server with several models: the one that it is for. Default: the first."""
     is_3d_lora_weight: bool = False
     """vLLM's, for experts: it has no effect."""
 
@@ -47,6 +49,8 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True,
 
     lora_name: ShortText = ""
     """The adapter's name."""
+    model: ShortText | None = None
+    """Of a server with several models: the one that it is for. Default: the first."""
     lora_int_id: int | None = None
     """vLLM's: it has no effect."""
 
