@@ -90,6 +90,7 @@ class _Pages:
             "created": self._created_s,
             "owned_by": "memserve",
             "root": self._model.name,
+            "parent": None,
             "max_model_len": self._model.max_model_tokens,
             **of_adapter,
         }

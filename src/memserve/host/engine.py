@@ -338,7 +338,7 @@ class HostedInstance:
         try:
             yield
         except UserError as error:
-            self.post_event(AdapterLoaded(files.digest, error.message))
+            self.post_event(AdapterLoaded(files.digest, str(error)))
         except Exception as error:
             log.exception("the adapter %s cannot be loaded", files.name)
             self.post_event(AdapterLoaded(files.digest, f"{type(error).__name__}: {error}"))
