@@ -317,8 +317,9 @@ class LLM:
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter that was loaded so; what runs with it goes on. Raises :class:`UserError`."""
         self._require_open()
-        self._names.remove_adapter(self._find_adapter(name))
-        self._engine.unload_adapter(name).result()
+        adapter = self._find_adapter(name)
+        self._names.remove_adapter(adapter)
+        self._engine.unload_adapter(adapter.name).result()
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of ``text``, as the model was trained to see them."""

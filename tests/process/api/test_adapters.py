@@ -203,8 +203,10 @@ def test_names_of_the_last_server_are_there(adapter: Path) -> None:
     with serve(engine, lora_folder=adapter.parent) as world:
         world.client().completions.create(model="kept", prompt="hello")
     assert engine.submitted[0].adapter == "c0de"
+    engine.loaded = {files.name: files for files in engine.known}
     with serve(engine) as world:
-        assert [card.id for card in world.client().models.list()] == [MODEL], "not without --lora-folder"
+        assert [card.id for card in world.client().models.list()] == [MODEL]
+    assert not engine.loaded, "without --lora-folder instances are not asked to have it"
 
 
 def test_operators_keys_are_needed_where_there_are_some(adapter: Path) -> None:

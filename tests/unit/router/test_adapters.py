@@ -140,6 +140,28 @@ def test_later_instance_that_cannot_load_it_gets_none() -> None:
     assert late.running
 
 
+def test_files_that_are_gone_do_not_stop_everything() -> None:
+    """After a start in which no instance can load an adapter, requests that do not name it are served."""
+    world = loaded(*PAIR)
+    for name, role in PAIR:
+        world.kill(name)
+        late = world.add(f"{name}b", role)
+        late.unfit = {ONE.digest: "no such folder"}
+        late.outbox.clear()
+    for _ in range(10):
+        world.wait(NS_PER_S)
+        world.step()
+    assert {report.why for report in world.reports} >= {"it lacks an adapter: no such folder"}
+    client = world.ask(a_request("plain", range(9)))
+    world.run()
+    assert client.rejected is None
+    for instance in world.instances.values():
+        instance.unfit = {}
+    world.wait(NS_PER_S)
+    world.step()
+    assert all(instance.adapters == {ONE.digest} for instance in world.instances.values() if instance.alive)
+
+
 def test_adapter_leaves_behind_its_last_request() -> None:
     world = loaded(*PAIR)
     client = ask(world, "r", ONE, tokens=6)

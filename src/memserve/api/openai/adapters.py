@@ -79,8 +79,10 @@ class AdapterRoutes:
         self._folder = None if folder is None else folder.expanduser().resolve()
         self._keys = keys if operators.is_open else operators
         self._lock = asyncio.Lock()
-        if self._folder is not None and isinstance(engine, AdaptingEngine):
-            for files in engine.stored_adapters():
+        for files in engine.stored_adapters() if isinstance(engine, AdaptingEngine) else ():
+            if self._folder is None:  # instances could not load them
+                engine.unload_adapter(files.name)
+            else:
                 place = Path(files.folder)
                 names.put_adapter(Adapter(files.name, place, files.digest, AdapterConfig(), files.folder))
 

@@ -6,7 +6,8 @@
                                                                    one cannot  --> nothing --> AdapterAnswered(why)
     AdapterUnnamed --> journal --> AdapterAnswered("") ... its last request ends --HoldAdapters (without it)-->
 
-An instance that joins, or joins again, gets no requests before it has what the others have. A request that has begun
+An instance that joins, or joins again, gets no requests before it has what the others have; where none can have it any
+more, since its files are gone, requests that do not name it are served nevertheless. A request that has begun
 goes on with its adapter, whatever becomes of the name: an adapter leaves the instances behind its last request.
 """
 
@@ -49,6 +50,8 @@ class AdapterBook:
         self._loading: dict[int, _Loading] = {}  # by call
         #: no name leads to them any more, but requests that began with them may run
         self._leaving: dict[str, AdapterFiles] = {}
+        #: members that get requests although they could not load some, as no other has more
+        self._without: set[str] = set()
 
     @property
     def wanted(self) -> tuple[AdapterFiles, ...]:
@@ -97,7 +100,7 @@ class AdapterBook:
     def on_heartbeat(self, member: Member) -> None:
         """What was asked of it may have been lost."""
         is_waited_for = any(member.name in loading.waits_for for loading in self._loading.values())
-        if member.lacks_adapters or is_waited_for:
+        if member.lacks_adapters or is_waited_for or member.name in self._without:
             self._send_wanted(member)
         self._forget_unused()
 
@@ -113,14 +116,21 @@ class AdapterBook:
             elif member.name in loading.waits_for and digest in failed:
                 self._end_loading(call_id, f"{member.name}: {failed[digest]}")
         self._end_loaded()
+        lacking = [files for files in self._named.values() if files.digest not in digests]
+        if not lacking:
+            self._without.discard(member.name)
         if not member.lacks_adapters:
             return False
-        if lacking := [files for files in self._named.values() if files.digest not in digests]:
+        if lacking:
             why = next((failed[files.digest] for files in lacking if files.digest in failed), "")
-            if why:
-                text = f"it gets no requests: {why}"
-                self._outbox.report_member(MemberChange.REFUSED, member.peer, member.info.address, text)
-            return False
+            if not why:
+                return False
+            has_others = any(self._is_able(other) and other.name not in self._without for other in self._registry)
+            text = f"it gets no requests: {why}" if has_others else f"it lacks an adapter: {why}"
+            self._outbox.report_member(MemberChange.REFUSED, member.peer, member.info.address, text)
+            if has_others:
+                return False
+            self._without.add(member.name)
         member.lacks_adapters = False
         if member.state is not MemberState.LIVE:
             return False
@@ -129,6 +139,7 @@ class AdapterBook:
 
     def on_member_removed(self, member: Member) -> None:
         """Nothing is expected of it any more."""
+        self._without.discard(member.name)
         for call_id, loading in list(self._loading.items()):
             loading.waits_for.discard(member.name)
             if not any(self._is_able(other) for other in self._registry):
