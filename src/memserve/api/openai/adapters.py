@@ -79,12 +79,16 @@ class AdapterRoutes:
         self._folder = None if folder is None else folder.expanduser().resolve()
         self._keys = keys if operators.is_open else operators
         self._lock = asyncio.Lock()
-        for files in engine.stored_adapters() if isinstance(engine, AdaptingEngine) else ():
+        if isinstance(engine, AdaptingEngine):
+            self._restore_names(engine)
+
+    def _restore_names(self, engine: AdaptingEngine) -> None:
+        for files in engine.stored_adapters():
             if self._folder is None:  # instances could not load them
                 engine.unload_adapter(files.name)
             else:
                 place = Path(files.folder)
-                names.put_adapter(Adapter(files.name, place, files.digest, AdapterConfig(), files.folder))
+                self._names.put_adapter(Adapter(files.name, place, files.digest, AdapterConfig(), files.folder))
 
     def routes(self) -> list[Route]:
         """All of them."""
