@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lora_files import save_adapter
+from lora_files import merged, save_adapter
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.context import step_attention
@@ -103,6 +103,31 @@ def test_adapters_of_workers_together_add_what_whole_ones_do(
             without = EagerForward(module, pack=False)(*inputs(tokens))
         assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
         assert tokens == 1 or not torch.allclose(got, without, atol=0.01)
+
+
+def test_dora_of_workers_together_keeps_the_bias_once(tmp_path: Path) -> None:
+    """Of rows each worker has some inputs, and one of them the bias, which magnitudes leave alone."""
+    module = tiny_module("llama", attention_bias=True, mlp_bias=True)
+    for part in module.modules():
+        if isinstance(part, torch.nn.Linear) and part.bias is not None:
+            part.bias.data.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(len(part.bias)))
+    adapter = save_adapter(tmp_path / "one", module, ["q_proj", "o_proj", "down_proj"], seed=1, dora=True)
+    results = computed(module, Parallel(2), capture=False, adapter=adapter)
+    whole = merged(module, adapter)
+    for got, tokens in zip(results, TOKENS, strict=True):
+        adapters = Adapters(copied := copy.deepcopy(module), read_adapters([f"one={adapter}"]))
+        adapters.pack_halves()
+        digests = [next(iter(adapters.digests)) if at % 2 else "" for at in range(tokens)]
+        rows = adapters.adapters_of_rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
+        with step_attention(DenseAttention()), lora_adapters(rows):
+            expected = EagerForward(copied, pack=False)(*inputs(tokens))
+        assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
+        every = [digest or next(iter(adapters.digests)) for digest in digests]
+        rows = adapters.adapters_of_rows(every, np.ones(tokens, np.int64), torch.device("cpu"))
+        with step_attention(DenseAttention()), lora_adapters(rows):
+            alone = EagerForward(copied, pack=False)(*inputs(tokens))
+        with step_attention(DenseAttention()):
+            assert torch.allclose(alone, EagerForward(whole, pack=False)(*inputs(tokens)), atol=2e-4, rtol=1e-4)
 
 
 def test_each_worker_keeps_only_its_part_of_an_adapter(tmp_path: Path) -> None:
