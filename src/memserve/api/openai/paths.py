@@ -2,8 +2,8 @@
 ``/load`` and ``/``; paths with a slash at their end; and what a router that is not the owner does not answer itself.
 
 Documents, sessions whose KV is kept, stored responses, hints on KV, files and batches are the owner's alone. A router
-that is not the owner has the owner answer, and hands the answer on as it comes; of files and batches, and where the
-owner speaks TLS, it says where the owner answers, by a redirect (307).
+that is not the owner has the owner answer, and hands the answer on as it comes; of files, batches and adapters, and
+where the owner speaks TLS, it says where the owner answers, by a redirect (307).
 """
 
 from __future__ import annotations
