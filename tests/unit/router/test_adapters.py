@@ -231,5 +231,3 @@ def test_calls_are_deterministic() -> None:
     world.run()
     world.post(AdapterUnnamed(1, "one"))
     world.check_repeatable()
-
-
