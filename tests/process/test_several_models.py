@@ -204,9 +204,14 @@ def test_a_model_that_slept_has_its_prefixes_again(tmp_path: Path) -> None:
         killed.kill()
         killed.restart()
         assert check()[0] == 224
+        added = tmp_path / "state" / "added.json"
+        added.write_text(json.dumps([*json.loads(added.read_text()), "gone=/nowhere", "three=/x,foo=1"]))
+        killed.kill()
+        killed.restart()
+        assert check()[0] == 224, "models that do not start any more keep none from starting"
         assert operator.delete(f"{models_url()}/two").raise_for_status().json() == {"name": "two", "removed": True}
         assert not any(is_alive(child["pid"]) for child in json.loads(file.read_text()).values())
-        assert json.loads((tmp_path / "state" / "added.json").read_text()) == []
+        assert json.loads(added.read_text()) == ["gone=/nowhere", "three=/x,foo=1"]
     finally:
         killed.end()
         for store in stores:

@@ -461,7 +461,7 @@ def test_checker_notices_a_starved_tenant(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_metrics_name_tenants_to_those_alone_that_may_know():
-    gate = AdmissionStats(1, 1, 0, 0, {}, 1, 3, {"secret-a": 2, "": 1})
+    gate = AdmissionStats(1, 1, 0, 0, {}, 0, 1, 3, {"secret-a": 2, "": 1})
     stats = RouterStats.from_cluster(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     metrics = ApiMetrics()
     metrics.count_answer("secret-a", 7, 3)

@@ -71,7 +71,7 @@ def test_full_queue_rejects_a_burst_of_its_tenant(monkeypatch):
 
 
 def test_admission_metrics():
-    gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
+    gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 0, 1, 3, {"a": 2, "": 1})
     stats = RouterStats.from_cluster(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     samples = {
         (sample.name, *sample.labels.values()): sample.value

@@ -158,9 +158,10 @@ def test_routers_of_a_server_are_given_its_options(monkeypatch: pytest.MonkeyPat
     calls: list[Any] = []
     monkeypatch.setattr("memserve.cli.cluster.router._run_supervised", lambda *arguments: calls.append(arguments))
     command_line()(["router", "--join", "h:1", "--supervised", *followers.flags], standalone_mode=False)
-    engine, _, _, cluster_config, read_http, _, owner_url = calls[0]
+    models, _, _, cluster_config, read_http, _, owner_url = calls[0]
     read = read_http(GivenKeys(), GivenKeys())
-    assert engine == EngineOptions(model="m") and cluster_config.admission == admission
+    assert [model.engine for model in models] == [EngineOptions(model="m")]
+    assert cluster_config.admission == admission
     assert read == dataclasses.replace(http, server=dataclasses.replace(http.server, port=ports[0]))
     assert owner_url.endswith(f":{ports[1]}")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,6 +31,7 @@ from memserve.cli.cluster.http import (
     serve_app,
 )
 from memserve.cli.cluster.members import (
+    READS,
     ClusterBase,
     ClusterOptions,
     OtherModels,
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
     from memserve.model.loading.card import RemoteModel
     from memserve.transport.shared_mailbox import SharedMailbox
 
+log = logging.getLogger(__name__)
+
 Planned = tuple[NamedModel, ClusterOptions]
 Plan = Callable[[NamedModel], ClusterOptions]
 ADDED = "added.json"
@@ -75,7 +79,7 @@ def _check_options(models: Sequence[NamedModel], http: opt.HttpOptions, options:
     if http.server.served_model_names:
         hint = "leave out --served-model-name: clients ask for the names of --model"
         raise UserError("models have two kinds of names", hint=hint, param="served_model_name")
-    if options.placement.remote_place is not None:
+    if options.placement.remote_place is not None or READS.get() is not None:
         raise UserError("Ray places instances of one model", hint="--model PATH, without a name", param="on")
     changes = http.server.admin_key_file is not None or any(model.sleep_after_s is not None for model in models)
     if options.routers > 1 and any(model.engine.lora_updates.lora_folder for model in models):
@@ -219,7 +223,11 @@ class ModelSet:
         """Start ``models``, and those that were added to the last server of this folder. Raises :class:`UserError`."""
         names = {model.name for model in models}
         self._added = [text for text in self._read_added() if split_model(text)[0] not in names]
-        plans = [(model, self._plan(model)) for model in [*models, *map(self._read_model, self._added)]]
+        plans = [(model, self._plan(model)) for model in models]
+        for added_text in self._added:
+            with _left_out(split_model(added_text)[0], not_in=names):
+                model = self._read_model(added_text)
+                plans.append((model, self._plan(model)))
         disk_secret = next((text for _, options in plans if (text := stored_secret(options.store))), None)
         self._secret = as_followed(
             plans[0][1].secret or self._folder.secret or disk_secret or secrets.token_urlsafe(32)
@@ -228,8 +236,11 @@ class ModelSet:
         self._mailbox = _open_mailbox(plans, [opened for _, opened in records], self._secret)
         self._stack.callback(self._mailbox.close)
         for (model, options), (stack, opened) in zip(_with_others(plans), records, strict=True):
-            self._start_cluster(model, options, stack, opened)
-        self.parts = [self._finish(cluster) for cluster in self._clusters.values()]
+            with _left_out(model.name, not_in=names):
+                self._start_cluster(model, options, stack, opened)
+        for name, cluster in list(self._clusters.items()):
+            with _left_out(name, not_in=names):
+                self.parts.append(self._finish(cluster))
 
     def open_model(self, text: str) -> ModelPart:
         """As :class:`memserve.api.front.ModelHost` has it."""
@@ -243,11 +254,7 @@ class ModelSet:
             options, others=dataclasses.replace(options.others, memory_bytes=0)
         )  # it is taken
         cluster = self._start_cluster(model, options, *self._open_records(model, options))
-        try:
-            part = self._finish(cluster)
-        except BaseException:
-            self._clusters.pop(model.name).stack.close()
-            raise
+        part = self._finish(cluster)
         self._added.append(text)
         self._write_added()
         return part
@@ -297,12 +304,16 @@ class ModelSet:
         """Wait until it is ready; what answers for it."""
         from memserve.api.front import ModelPart
 
-        model = cluster.model
-        running = self._running[model.name] = cluster.wait_until_ready()
-        adapters = read_adapters(model.engine.lora)
-        http = _named_http(self._http, model.name)
-        parts = running.engine, running.model, model.engine.model, adapters, http
-        app, card = app_of(*parts, lora_folder=lora_folder_of(model.engine), edge=self.edge)
+        model, http = cluster.model, _named_http(self._http, cluster.model.name)
+        try:
+            running = cluster.wait_until_ready()
+            adapters = read_adapters(model.engine.lora)
+            parts = running.engine, running.model, model.engine.model, adapters, http
+            app, card = app_of(*parts, lora_folder=lora_folder_of(model.engine), edge=self.edge)
+        except BaseException:
+            self._clusters.pop(model.name).stack.close()
+            raise
+        self._running[model.name] = running
         self.lines += [f"{model.name}: {line}" for line in [running.text, *precision_lines(card, adapters)]]
         return ModelPart(model.name, app, _sleep_of(cluster, running), model.text)
 
@@ -323,6 +334,18 @@ class ModelSet:
     @property
     def _added_path(self) -> Path | None:
         return None if self._folder.folder is None else self._folder.folder / ADDED
+
+
+@contextmanager
+def _left_out(name: str, not_in: Collection[str]) -> Iterator[None]:
+    """A model that was added to an earlier server, and does not start now, must not keep those of the command line
+    (``not_in``) from it: it is left out, and said so. It may start the next time."""
+    try:
+        yield
+    except UserError as error:
+        if name in not_in:
+            raise
+        log.error("the model %s, which was added to an earlier server, is left out: %s", name, error.message)
 
 
 def _sleep_of(cluster: _Cluster, running: RunningCluster) -> ModelSleep | None:
