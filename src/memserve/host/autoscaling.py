@@ -79,6 +79,7 @@ class LocalInstances:
         deadline, members = time.monotonic() + DRAIN_S, self._engine.members()
         for name in names:  # one that is being started has nothing to finish
             self._supervisor.remove_child(name, max(0.0, deadline - time.monotonic()) if name in members else 0.0)
+            self._engine.forget_member(name)  # else the next one of this name would seem to be ready at once
 
 
 class DecisionFile:

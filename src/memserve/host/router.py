@@ -282,6 +282,11 @@ class RouterEngine:
         with self._changed:
             return dict(self._members)
 
+    def forget_member(self, name: str) -> None:
+        """Its process has ended, as its keeper knows: :meth:`members` has the next one of this name when it joins."""
+        with self._changed:
+            self._members.pop(name, None)
+
     @property
     def is_member(self) -> bool:
         """Whether the owner has accepted this follower. True: this is the owner."""

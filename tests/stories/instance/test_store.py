@@ -170,13 +170,30 @@ def test_silent_store_drops_waiting_offers():
     fleet.members["s"].mute = True
     fleet.submit(request("a", PROMPT[:36], max_tokens=1), "p")
     fleet.run()
-    fleet.pass_time(6 * NS_PER_S)
+    fleet.pass_time(store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS + NS_PER_S)
     told = stats(fleet, "p")
     assert (told.store_blocks_offered, told.store_blocks_failed, told.store_blocks_dropped) == (4, 4, 5)
     fleet.members["s"].mute = False
     fleet.submit(request("b", PROMPT[5:13], max_tokens=1), "p")
     fleet.run()
     assert stats(fleet, "p").store_blocks_taken == 2
+    fleet.finish()
+
+
+def test_leases_are_as_long_as_plans_take():
+    """An offer is made with the plan that computes it; a large model may take many seconds for that."""
+    fleet = with_store(p=fleet_config(**ROOMY))
+    fleet.submit(request("a", PROMPT[:21], max_tokens=1), "p")
+    fleet.run()
+    assert {offer.lease_ns for offer in offers(fleet)[:1]} == {store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS}
+    lent = fleet.members["p"].machine.link.writer.offers
+    count = len(offers(fleet))
+    lent.plan_made(1000, 0)
+    lent.step_finished(1000, 7 * NS_PER_S)
+    fleet.submit(request("b", PROMPT[30:51], max_tokens=1), "p")
+    fleet.run()
+    slow = offers(fleet)[count].lease_ns - store_offers.LEASE_NS
+    assert 13 * NS_PER_S < slow <= 14 * NS_PER_S, "twice the seven seconds, which are forgotten little by little"
     fleet.finish()
 
 

@@ -176,7 +176,7 @@ class ClusterLink:
     def step_ended(self, step_id: int, now_ns: int) -> None:
         """A plan was executed, and its tokens were taken into account; or it failed."""
         self.sender.step_finished(step_id)
-        self.writer.offers.step_finished(step_id)
+        self.writer.offers.step_finished(step_id, now_ns)
         self.striped.step_finished(step_id)
         self._apply_outcomes(self.exchange.plan_finished(step_id, now_ns), now_ns)
 

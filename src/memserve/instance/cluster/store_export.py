@@ -344,6 +344,7 @@ class StoreWriter:
 
     def on_plan_made(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made: offer what it computes."""
+        self.offers.plan_made(plan.step_id, now_ns)
         if self._pending:
             self._offer_pending(now_ns, plan)
         if self._parts and self.target is not None:

@@ -28,7 +28,9 @@ from memserve.protocol.messages import KEEP
 from memserve.protocol.peers import Peer
 
 LEASE_NS = 5 * NS_PER_S
-"""A store that has not taken an offer after this long does not get it."""
+"""A store that has not taken an offer so long after its blocks are written does not get it."""
+FIRST_PLAN_NS = 10 * NS_PER_S
+"""How long a plan may take until its blocks are written, as long as none has ended."""
 TOLD_MAX = 65_536
 """Blocks that are known to have been offered."""
 AGAIN_NS = 60 * NS_PER_S
@@ -165,6 +167,9 @@ class StoreOffers:
         self._open: dict[str, _Open] = {}
         self._announcer = LayerAnnouncer(exchange, geometry.num_layers)
         self._offered_ns: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
+        self._made_ns: dict[int, int] = {}  # step id -> when the plan was made, until it ends
+        #: how long plans lately took, from when they were made, at most. None: none has ended
+        self._plan_ns: int | None = None
         self.counters = ExportCounters()
 
     @property
@@ -206,7 +211,9 @@ class StoreOffers:
             before=b"" if len(run.tokens) else run.before,
         )
         mode = TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG
-        offer_id = self._exchange.offer_blocks(to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=LEASE_NS))
+        offer_id = self._exchange.offer_blocks(
+            to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=self._lease_ns)
+        )
         self._open[offer_id] = _Open(run.owner, count, run.identities)
         self.exported += count
         self.counters.offered += count
@@ -222,7 +229,7 @@ class StoreOffers:
         first block, or parts of windows, under that of each one's first block."""
         end = len(kept.tokens) // self._geometry.block_tokens
         offered = OfferedBlocks(kept.isolation, kept.tokens, (), first_block=end, state=loan)
-        terms = OfferTerms(private=KEEP if kept.keep else b"", lease_ns=LEASE_NS)
+        terms = OfferTerms(private=KEEP if kept.keep else b"", lease_ns=self._lease_ns)
         fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in loan.blocks])
         offer_id = self._exchange.offer_blocks(to, offered, now_ns, terms)
         self._open[offer_id] = _Open(IN_CACHE, len(loan.blocks), identities)
@@ -235,13 +242,27 @@ class StoreOffers:
 
     # -- while it is computed
 
+    @property
+    def _lease_ns(self) -> int:
+        """Of an offer that is made now: its blocks may be those of a plan that is still to be computed, and which takes
+        a large model on a few cores many seconds."""
+        return LEASE_NS + 2 * (FIRST_PLAN_NS if self._plan_ns is None else self._plan_ns)
+
+    def plan_made(self, step_id: int, now_ns: int) -> None:
+        """The plan ``step_id`` is on its way to the device."""
+        self._made_ns[step_id] = now_ns
+
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of the plan."""
         self._announcer.layer_finished(step_id, layer)
 
-    def step_finished(self, step_id: int) -> None:
+    def step_finished(self, step_id: int, now_ns: int) -> None:
         """All layers of the plan are written, reported or not."""
         self._announcer.step_finished(step_id)
+        made_ns = self._made_ns.pop(step_id, None)
+        if made_ns is not None:
+            forgotten_ns = 0 if self._plan_ns is None else self._plan_ns * 15 // 16  # a long one counts for a while
+            self._plan_ns = max(now_ns - made_ns, forgotten_ns)
 
     # -- endings
 
@@ -289,6 +310,7 @@ class StoreOffers:
     def kv_lost(self) -> None:
         """A step failed; the exchange ends all offers, and says so."""
         self._announcer.clear()
+        self._made_ns.clear()
 
     def store_changed(self) -> None:
         """Another store, or another incarnation of it, was told of nothing."""
@@ -297,6 +319,7 @@ class StoreOffers:
     def clear(self) -> None:
         """All offers have ended silently."""
         self._announcer.clear()
+        self._made_ns.clear()
         self._open.clear()
         self.exported = 0
 
