@@ -85,7 +85,7 @@ class Host:
 
 def test_an_instance_of_a_name_that_was_there_is_waited_for() -> None:
     host = Host()
-    instances = LocalInstances(host, host)  # type: ignore[arg-type]  # what is used of both
+    instances = LocalInstances(host, host)
     for _ in range(2):
         assert instances.scale_roles({Role.COLOCATED: 1}) == {"colocated": ["c1"]}
         assert host.looks == 3, "ready only when this one has joined"
