@@ -12,6 +12,7 @@ import numpy as np
 from memserve.base.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import Admission, Caching, KVGeometry, TokenOutput
 from memserve.base.units import ns_from_s
+from memserve.instance.cluster import store_offers
 from memserve.instance.machine import Instance
 from memserve.kv.costs import CopyCurve, CostModel, PreemptionCosts
 from memserve.protocol.events import MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
@@ -387,6 +388,14 @@ class World:
         if any(node.plans for node in self.instances):
             self._run_while(lambda: any(node.plans for node in self.instances), self.clock.now + 60 * SECOND)
             self._run_until(self.clock.now + 3 * SECOND)
+        if self._has_transfers():  # offers to a store that does not know of them, by one that has ended no plan yet
+            ends_ns = store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS
+            self._run_while(self._has_transfers, self.clock.now + ends_ns)
+            self._run_until(self.clock.now + 1 * SECOND)
+
+    def _has_transfers(self) -> bool:
+        links = (node.machine.link for node in self.instances)
+        return any(link.exchange.transfers_open for link in links if link is not None)
 
     def _run_until(self, end_ns: int) -> None:
         self._run_while(lambda: True, end_ns)
