@@ -14,6 +14,7 @@ import pytest
 
 from front_world import QUESTION, Front, running_front
 from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.openai.interfaces import ModelNames
 from memserve.base.units import MIB
 from memserve.cli.doctor_cluster import examine_cluster
 from memserve.cli.main import run
@@ -31,6 +32,11 @@ def test_a_request_goes_to_the_model_that_it_names(front: Front) -> None:
     assert [front.ask(model=name) for name in ("two", "TWO", "org/two")] == ["I am the second"] * 3
     assert front.ask() == "I am the first", "none named: the default"
     assert front.ask(model=None) == "I am the first"
+
+
+def test_a_model_is_found_before_what_another_calls_so(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front.front.parts[0].app.state, "names", ModelNames("one", ["two", "three"]))
+    assert (front.ask(model="two"), front.front.find_part("three")) == ("I am the second", front.front.parts[0])
 
 
 def test_all_endpoints_find_their_model(front: Front) -> None:
