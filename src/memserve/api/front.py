@@ -183,8 +183,8 @@ class ModelFront:
 
     def find_part(self, name: str) -> ModelPart | None:
         """The model of a name that a client uses: its own, before another's alias or adapter. None: there is none."""
-        named = (part for part in self.parts if part.name.casefold() == name.casefold())
-        return next(named, None) or next((part for part in self.parts if name in part.names), None)
+        exact = (part for part in self.parts if part.name.casefold() == name.casefold())
+        return next(exact, None) or next((part for part in self.parts if name in part.names), None)
 
     def unknown_model(self, name: str) -> ApiError:
         """404, which says what there is."""
