@@ -31,7 +31,7 @@ from memserve.api.batches.routes import open_batches
 from memserve.api.http.config import ApiConfig
 from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import TENANT_KEY, Edge, header
-from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, is_work, send_error
+from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, send_error
 from memserve.api.http.server import Calls
 from memserve.api.metrics.http import is_of_process
 from memserve.api.openai.interfaces import ModelNames
@@ -163,13 +163,12 @@ class ModelFront:
         )
         admin_routes = () if admin is None else _AdminRoutes(self, admin.key).routes()
         routes = [*_AllPages(self, KeyRing(keys.metrics)).routes(), *batch_routes, *admin_routes]
-        root = [] if config is None or not config.root_path else [Middleware(BelowRoot, root=config.root_path)]
         all_pages = Application(routes, [Middleware(Guard, keys=self._keys, metrics=edge.metrics)])
         self._own_app: ASGIApp = TrailingSlashes(all_pages, routes)
         self._own_paths = [route.path_regex for route in routes]
         self._app: ASGIApp = self._route_request
-        for middleware in root:
-            self._app = middleware.cls(self._app, *middleware.args, **middleware.kwargs)
+        if config is not None and config.root_path:
+            self._app = BelowRoot(self._app, config.root_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -202,16 +201,20 @@ class ModelFront:
             return
         try:
             name, receive = await self._named_model(scope, receive)
-        except ApiError as error:
+            if name is None and path.startswith(_BY_ID):
+                await self._ask_in_turn(scope, receive, send)
+            else:
+                part = self._part_named(name)
+                await _answer_awake(part, part.app, scope, receive, send)
+        except ApiError as error:  # of the front itself: a model's application answers its own
             await send_error(scope, send, error)
-            return
-        part = self.find_part(name) if name is not None else self.parts[0]
+
+    def _part_named(self, name: str | None) -> ModelPart:
+        """The model that a request names; None: the default. Raises :class:`ApiError` 404."""
+        part = self.parts[0] if name is None else self.find_part(name)
         if part is None:
-            await send_error(scope, send, self.unknown_model(name or ""))
-        elif name is None and path.startswith(_BY_ID):
-            await self._ask_in_turn(scope, receive, send)
-        else:
-            await _answer_awake(part, part.app, scope, receive, send)
+            raise self.unknown_model(name or "")
+        return part
 
     async def _named_model(self, scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
         """The model that a request names, and its body to be read again. Reads none of clients without a key."""
@@ -228,9 +231,8 @@ class ModelFront:
     def _may_read(self, scope: Scope) -> bool:
         if TENANT_KEY in scope or not is_work(scope["path"]):
             return True
-        key = header(scope, b"x-api-key")
         try:
-            self._keys.tenant_of(header(scope, b"authorization") or (None if key is None else f"Bearer {key}"))
+            self._keys.tenant_of(authorization_of(scope))
         except ApiError:  # the model's application says so
             return False
         return True
@@ -247,13 +249,12 @@ class ModelFront:
 
     async def _answer_line(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A line of a batch, which names its model."""
-        body, receive = await _read_body(scope, receive, self._edge)
-        name = _model_in(body)
-        part = self.find_part(name) if name is not None else self.parts[0]
-        if part is None:
-            await send_error(scope, send, self.unknown_model(name or ""))
-        else:
+        try:
+            body, receive = await _read_body(scope, receive, self._edge)
+            part = self._part_named(_model_in(body))
             await _answer_awake(part, part.app.state.behind_guard, scope, receive, send)
+        except ApiError as error:
+            await send_error(scope, send, error)
 
     def _count_waiting(self) -> int:
         return sum(part.app.state.count_waiting() for part in self.parts)
@@ -267,6 +268,8 @@ class ModelFront:
                 raise shutting_down()
             part = await asyncio.to_thread(self._admin.host.open_model, text)
             part.app.state.feed.list_models = self.model_names
+            if self._batches is not None:
+                part.app.state.metrics.on_interactive_token = self._batches.note_interactive
             await self._start_part(part)
             self.parts.append(part)
             return part

@@ -109,7 +109,7 @@ def test_documents_are_for_the_model_that_computed_them(adapter: Path) -> None:
         card = httpx.put(f"{url}/book", json=put | {"model": "Support"}, timeout=30).json()
         assert card["model"] == "support"
         httpx.put(f"{url}/plain", json=put, timeout=30)
-        assert httpx.put(f"{url}/odd", json=put | {"model": "nobody"}, timeout=30).status_code == 404
+        assert httpx.put(f"{url}/odd", json=put | {"model": "unknown"}, timeout=30).status_code == 404
         for name, document in (("support", "book"), (MODEL, "plain")):
             client.completions.create(model=name, prompt="hello", extra_body={"document": document})
         with pytest.raises(openai.BadRequestError, match="was computed without an adapter"):

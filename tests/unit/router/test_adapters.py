@@ -208,7 +208,9 @@ def test_answers_wait_for_the_journal_and_survive_routers() -> None:
     actions = [action for event in held for action in cluster.handle(event, 0)]
     record = AdapterPut("one", ONE.folder, ONE.digest)
     assert Remember((record,)) in actions and AdapterAnswered(0) in actions
-    assert AdapterAnswered(0) not in DurabilityGate().admit_actions(actions), "nobody is told before it is durable"
+    assert AdapterAnswered(0) not in DurabilityGate().admit_actions(actions), (
+        "no client is answered before it is durable"
+    )
     assert Remember((AdapterDropped("one"),)) in cluster.handle(AdapterUnnamed(1, "one"), 0)
 
     successor = Cluster(ClusterConfig(), remembers=True)

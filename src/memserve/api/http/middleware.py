@@ -241,7 +241,7 @@ class Guard:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
             if is_work(scope["path"]) and TENANT_KEY not in scope:  # a batch's requests have its tenant
-                scope[TENANT_KEY] = self._keys.tenant_of(_authorization(scope))
+                scope[TENANT_KEY] = self._keys.tenant_of(authorization_of(scope))
             await self._app(scope, receive, send)
         except ApiError as error:
             return error
@@ -259,7 +259,7 @@ class Guard:
         return None
 
 
-def _authorization(scope: Scope) -> str | None:
+def authorization_of(scope: Scope) -> str | None:
     """As clients of OpenAI and of Anthropic send their key."""
     key = header(scope, b"x-api-key")
     return header(scope, b"authorization") or (None if key is None else f"Bearer {key}")

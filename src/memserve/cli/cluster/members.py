@@ -180,9 +180,9 @@ class RunningCluster:
     """One line that names the instances, and one that says what they hold."""
     on_end: Callable[[], None]
     """To be called when the server begins to shut down: instances that end later are not started again."""
-    folder: Path | None = None
+    folder: Path | None
     """Where this host keeps what outlives the router. None: nowhere."""
-    scale: Perform = lambda counts: None  # a default, as good as a function with a name
+    scale: Perform
     """Comes to so many instances of each role; returns when they are ready, or have ended. Raises
     :class:`UserError`."""
 

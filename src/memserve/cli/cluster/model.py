@@ -34,10 +34,11 @@ def add(
     router: Router = DEFAULT_ROUTER,
 ) -> None:
     """Start a model; it answers when this returns, and is there again when the server is started anew."""
-    name, path = split_model(model)
-    local = Path(path.partition(",")[0]).expanduser()
+    name, text = split_model(model)
+    path, comma, rest = text.partition(",")
+    local = Path(path).expanduser()
     if name and local.exists():  # the server may have been started elsewhere
-        model = f"{name}={local.absolute()}{path[len(path.partition(',')[0]) :]}"
+        model = f"{name}={local.absolute()}{comma}{rest}"
     state = _call("POST", router, "", admin_key_file, {"model": model})
     typer.echo(f"{state['name']} has been added: {state['state']}")
 
