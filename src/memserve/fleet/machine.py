@@ -248,8 +248,8 @@ class Fleet:
             prompt_tokens=engine.view.prompt_tokens + tokens,
             matched_tokens=engine.view.matched_tokens + candidate.matched_tokens,
         )
-        if engine.feed is not None and engine.silent_since_ns is None:
-            engine.silent_since_ns = now_ns
+        if engine.listener is not None:
+            engine.listener.on_prompt_sent(now_ns)
 
     def _on_prompt_computed(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)

@@ -23,6 +23,7 @@ class EngineKind(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
+    LLAMACPP = "llamacpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,9 @@ class EngineSpec:
     """How it writes them."""
     role: Role = Role.COLOCATED
     """``prefill``: it computes long prompts for others; ``decode``: it answers, and reads what those have computed."""
+    model: str = ""
+    """Of the models that have instances: it serves the same, and is one more member there. Empty: it answers by itself,
+    for the models that it lists."""
 
     @property
     def name(self) -> str:
@@ -52,6 +56,7 @@ class EngineSpec:
         settings = {"events": self.events, "replay": self.replay}
         settings |= {"format": self.events_format} if self.events else {}
         settings |= {"role": self.role.value} if self.role is not Role.COLOCATED else {}
+        settings |= {"model": self.model}
         return ",".join([f"{self.kind}={self.url}", *(f"{key}={value}" for key, value in settings.items() if value)])
 
 
@@ -67,7 +72,7 @@ def read_engine(text: str) -> EngineSpec:
     if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
         raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
     settings = dict(part.partition("=")[::2] for part in more)
-    if len(settings) < len(more) or settings.keys() - {"events", "replay", "format", "role"}:
+    if len(settings) < len(more) or settings.keys() - {"events", "replay", "format", "role", "model"}:
         raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
     role = settings.pop("role", Role.COLOCATED)
     if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
@@ -75,14 +80,18 @@ def read_engine(text: str) -> EngineSpec:
     if role != Role.COLOCATED and kind != EngineKind.VLLM:
         hint = "leave role= out: such a server computes and answers"
         raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
-    events_format = settings.pop("format", kind)
+    usual_format = "vllm" if kind == EngineKind.LLAMACPP else kind  # llama.cpp publishes none
+    events_format, model = settings.pop("format", usual_format), settings.pop("model", "")
     KV_EVENT_FORMATS.load(events_format)
     wrong = [value for value in settings.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
-    if "events" not in settings and ("replay" in settings or events_format != kind):
+    if "events" not in settings and ("replay" in settings or events_format != usual_format):
         raise UserError("only events that an engine publishes are repeated, or read", hint=ENGINE_HINT, param="engine")
-    return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role))
+    if model and role != Role.COLOCATED:
+        hint = "leave role= or model= out"
+        raise UserError("a member of a model's cluster computes and answers", hint=hint, param="engine")
+    return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role), model=model)
 
 
 def _is_port(address: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
@@ -27,12 +27,19 @@ from memserve.cli.cluster.http import (
     own_listener,
     serve_until_signal,
 )
-from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
+from memserve.cli.cluster.members import (
+    READS,
+    ClusterOptions,
+    EngineMembers,
+    ServeArguments,
+    devices_for,
+    running_cluster,
+)
 from memserve.cli.cluster.models import Models, NamedModel, has_store, read_models
 from memserve.cli.cluster.several import refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
-from memserve.fleet.messages import FleetOptions
+from memserve.fleet.messages import EngineSpec, FleetOptions
 from memserve.journal.folder import BATCHES
 from memserve.journal.keeper import metadata_place
 from memserve.model.loading.lora import read_adapters
@@ -88,14 +95,18 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    _check_shape(engine, routers, placement, standalone=in_process, engines=bool(fleet.engines))
+    specs = fleet.read_specs()
+    engine_members = tuple(spec for spec in specs if spec.model)
+    is_relay = len(engine_members) < len(specs) or (fleet.admin_key_file is not None and not specs)
+    _check_shape(engine, routers, placement, standalone=in_process, engines=is_relay)
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
-    if fleet.engines or fleet.admin_key_file is not None:
+    if is_relay:
         shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
         has_instances = in_process or any(option is not None for option in shape_options)
         run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
+    _check_engine_models(engine_members, models, standalone=in_process)
     if in_process:
         refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
@@ -115,12 +126,31 @@ def serve(
         return ClusterOptions(
             shape.prefill, shape.decode, shape.colocated, config, link, cluster_host, cluster_port, secret, records,
             shape_text(shape), with_absolute_folders(model.store), placement, routers, model_name=model.name,
+            engines=EngineMembers(_engines_of(model, engine_members), fleet.key_file),
         )  # fmt: skip
 
     if models[0].name:
         run_models(models, engine, options_of, http, records)
         return
     run_server(models[0].engine, http, options_of(models[0]))
+
+
+def _engines_of(model: NamedModel, specs: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:
+    """Those that serve ``model`` as well. Where it has no name, it is the only one."""
+    return tuple(spec for spec in specs if not model.name or spec.model == model.name)
+
+
+def _check_engine_models(specs: Sequence[EngineSpec], models: Sequence[NamedModel], *, standalone: bool) -> None:
+    """Raise :class:`UserError` for an engine that serves none of ``models``."""
+    if specs and standalone:
+        raise UserError("one engine alone has no members", hint="leave out --in-process, or model= of --engine")
+    names = [model.name for model in models]
+    for spec in specs:
+        if names != [""] and spec.model not in names:
+            hint = f"one of {', '.join(names)}; without model= it answers by itself, for the models that it lists"
+            raise UserError(
+                f"--engine {spec.url} names {spec.model!r}, which no --model has", hint=hint, param="engine"
+            )
 
 
 def _check_shape(
