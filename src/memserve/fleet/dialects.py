@@ -225,11 +225,11 @@ def _vllm_cached(usage: Any) -> int | None:
 
 def _vllm_logprobs(tokens: Sequence[int], shown: dict[str, Any], alternatives: int) -> list[TokenLogprobs]:
     """``top_logprobs`` names tokens ``token_id:N``, the drawn one as well where it is none of the best."""
-    drawn, tops = shown.get("token_logprobs") or (), shown.get("top_logprobs") or [None] * len(tokens)
-    if len(drawn) != len(tokens) or len(tops) != len(tokens):
+    chosen_logprobs, tops = shown.get("token_logprobs") or (), shown.get("top_logprobs") or [None] * len(tokens)
+    if len(chosen_logprobs) != len(tokens) or len(tops) != len(tokens):
         raise HttpFault("it answers without the logprobs that were asked for")
     logprobs = []
-    for token, logprob, top in zip(tokens, drawn, tops, strict=True):
+    for token, logprob, top in zip(tokens, chosen_logprobs, tops, strict=True):
         pairs = [
             (int(name.rpartition(":")[2]), _logprob(value))
             for name, value in (top or {}).items()
@@ -299,14 +299,14 @@ class _Sglang:
 
 def _sglang_logprobs(info: dict[str, Any], count: int) -> list[TokenLogprobs]:
     """Of the last ``count`` tokens: ``[logprob, id, text]`` each."""
-    drawn, tops = info.get("output_token_logprobs") or (), info.get("output_top_logprobs") or ()
-    if len(drawn) < count:
+    entries, tops = info.get("output_token_logprobs") or (), info.get("output_top_logprobs") or ()
+    if len(entries) < count:
         raise HttpFault("it answers without the logprobs that were asked for")
     logprobs = []
     for place in range(-count, 0):
         top = tops[place] if len(tops) >= -place else None
         pairs = tuple((int(entry[1]), _logprob(entry[0])) for entry in top or ())
-        logprobs.append(TokenLogprobs(int(drawn[place][1]), _logprob(drawn[place][0]), pairs))
+        logprobs.append(TokenLogprobs(int(entries[place][1]), _logprob(entries[place][0]), pairs))
     return logprobs
 
 
@@ -372,7 +372,7 @@ class _LlamaCpp:
 
 def _llama_logprob(entry: dict[str, Any], alternatives: int) -> TokenLogprobs:
     top = entry.get("top_logprobs") or ()
-    pairs = tuple((int(other["id"]), _logprob(other.get("logprob"))) for other in top)
+    pairs = tuple((int(choice["id"]), _logprob(choice.get("logprob"))) for choice in top)
     return TokenLogprobs(int(entry["id"]), _logprob(entry.get("logprob")), pairs[:alternatives])
 
 

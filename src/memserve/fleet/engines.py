@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
-from memserve.fleet.kv_events import EngineKvFeed, KvListener
+from memserve.fleet.kv_events import EngineKvFeed, KvEntries, KvListener
 from memserve.fleet.kv_formats import Hash
 from memserve.fleet.messages import (
     Abort,
@@ -61,6 +61,7 @@ class FleetEngine:
 
     @property
     def feed(self) -> EngineKvFeed | None:
+        """What is known of its cache; None: it publishes no KV events."""
         return self.listener.feed if self.listener is not None else None
 
     @property
@@ -145,9 +146,8 @@ class Engines:
         def root(block_tokens: int) -> bytes:
             return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
 
-        return EngineKvFeed(
-            engine.number, self._trees.directory, key, root, bool(engine.spec.replay), engine.spec.events_format
-        )
+        entries = KvEntries(engine.number, self._trees.directory, key, root)
+        return EngineKvFeed(entries, bool(engine.spec.replay), engine.spec.events_format)
 
     def __iter__(self) -> Iterator[FleetEngine]:
         return iter(self._by_name.values())

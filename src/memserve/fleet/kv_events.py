@@ -83,25 +83,28 @@ class _Rank:
     """A replay has brought a batch, and has not ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvEntries:
+    """Where the blocks of one engine are entered, and what they are called there."""
+
+    holder: int
+    """The engine."""
+    directory: KvDirectory
+    key: bytes
+    root: Callable[[int], bytes]
+    """The namespace of blocks of so many tokens."""
+    block_tokens: int = 0
+    """Of a block in the directory. 0: as the engine's are."""
+
+
 class EngineKvFeed:
     """The events of one engine, and what the directory has of it."""
 
-    def __init__(
-        self,
-        number: int,
-        directory: KvDirectory,
-        key: bytes,
-        root: Callable[[int], bytes],
-        replays: bool,
-        format_name: str = "vllm",
-        entry_tokens: int = 0,
-    ) -> None:
-        """``root``: the namespace of blocks of so many tokens. ``replays``: the engine can repeat its events.
-        ``format_name``: how it writes them. ``entry_tokens``: of a block in the directory; 0: those of the engine's.
-        Raises :class:`UserError` where the format is not known."""
+    def __init__(self, entries: KvEntries, replays: bool, format_name: str = "vllm") -> None:
+        """``entries``: where blocks are entered. ``replays``: the engine can repeat its events. ``format_name``: how it
+        writes them. Raises :class:`UserError` where that is not known."""
         self._read_batch: Callable[[bytes], KvBatch] = guarded_format(format_name)
-        self._number, self._directory, self._key, self._root = number, directory, key, root
-        self._replays, self._entry_tokens = replays, entry_tokens
+        self._entries, self._directory, self._replays = entries, entries.directory, replays
         self._ranks: dict[int, _Rank] = {}
         self._blocks: dict[Hash, _Block] = {}
         #: of the blocks that are stored; 0: none was yet
@@ -170,7 +173,7 @@ class EngineKvFeed:
         """Its blocks are unknown from now on."""
         self.forgotten += bool(self._blocks)
         self._blocks.clear()
-        self._directory.clear(self._number)
+        self._directory.clear(self._entries.holder)
 
     def _skip_gap(self, rank: _Rank) -> None:
         if rank.expected or self._blocks:
@@ -191,7 +194,7 @@ class EngineKvFeed:
         match event:
             case AllBlocksRemoved():
                 self._blocks.clear()
-                self._directory.clear(self._number)
+                self._directory.clear(self._entries.holder)
             case BlocksStored():
                 self._store_blocks(event)
             case BlocksRemoved():
@@ -204,15 +207,15 @@ class EngineKvFeed:
         if size > self.block_tokens:
             self.forget_blocks()
             self.block_tokens = size
-        entry_tokens = self._entry_tokens or size
+        entry_tokens = self._entries.block_tokens or size
         if parent is None:
-            last_identity, rest = self._root(entry_tokens), _NO_TOKENS
+            last_identity, rest = self._entries.root(entry_tokens), _NO_TOKENS
         elif parent in self._blocks:
             last_identity, rest = self._blocks[parent].last_identity, self._blocks[parent].rest
         else:
             return  # heard too late: where it lies in a prompt is unknown
         tokens = np.concatenate((rest, np.array(event.tokens, np.int32)))
-        packed = _core.block_identities(self._key, last_identity, tokens, entry_tokens)
+        packed = _core.block_identities(self._entries.key, last_identity, tokens, entry_tokens)
         tier, entries = int(event.is_lower), 0
         for end, block_hash in enumerate(event.hashes, 1):
             first, entries = entries, (len(rest) + end * size) // entry_tokens
@@ -225,7 +228,7 @@ class EngineKvFeed:
             last_identity = block.last_identity
             block.references[tier] += 1
             if block.identities:
-                self._directory.store(self._number, tier, block.identities)
+                self._directory.store(self._entries.holder, tier, block.identities)
 
     def _remove_blocks(self, event: BlocksRemoved) -> None:
         tier = int(event.is_lower)
@@ -235,7 +238,7 @@ class EngineKvFeed:
                 continue
             block.references[tier] -= 1
             if block.identities:
-                self._directory.evict(self._number, block.identities, tier)
+                self._directory.evict(self._entries.holder, block.identities, tier)
             if not any(block.references):
                 del self._blocks[block_hash]
 

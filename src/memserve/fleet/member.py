@@ -30,7 +30,7 @@ from memserve.base.errors import check
 from memserve.base.types import FinishReason, Request, TokenOutput
 from memserve.fleet.dialects import Dialect, SequenceCall
 from memserve.fleet.engines import PROMPT_TOKENS_USUAL
-from memserve.fleet.kv_events import EngineKvFeed, KvListener
+from memserve.fleet.kv_events import EngineKvFeed, KvEntries, KvListener
 from memserve.fleet.member_events import (
     CallBroke,
     EndCall,
@@ -201,8 +201,8 @@ class EngineMember:
         messages: list[EngineMemberAction] = []
         if self._replay_buffer.report_due and self.router is not None:
             owner = self.router
-            kept = self._replay_buffer.take_messages(self._routers.follower_of)
-            messages += [Send(owner, message) for message in kept]
+            reports = self._replay_buffer.take_messages(self._routers.follower_of)
+            messages += [Send(owner, report) for report in reports]
         outputs, self._outputs = self._outputs, []
         if outputs:
             self._replay_buffer.record_outputs(outputs)
@@ -470,9 +470,9 @@ class EngineMember:
         answers = [
             self._take_over(answer, sender) for answer in self._replay_buffer.with_key(message.key, message.asked)
         ]
-        others = (attempt.request for attempt in self._attempts.values() if attempt.request.key == message.key)
+        same_key = (attempt.request for attempt in self._attempts.values() if attempt.request.key == message.key)
         is_anothers = self._replay_buffer.answers_another(message.key, message.asked)
-        is_anothers = is_anothers or any(request.asked != message.asked for request in others)
+        is_anothers = is_anothers or any(request.asked != message.asked for request in same_key)
         refused = message.asked if is_anothers else ""
         self._actions.append(Send(sender, AnswersHeld(tuple(answers), True, message.key, refused)))
 
@@ -501,13 +501,15 @@ class EngineMember:
         if not sequence.has_begun or known_tokens is None:
             return
         prompt = len(attempt.request.prompt)
-        fresh, drawn = prompt - known_tokens, len(sequence.tokens) - sequence.first_tokens
+        fresh, drawn_tokens = prompt - known_tokens, len(sequence.tokens) - sequence.first_tokens
         if sequence.is_alone and fresh > 0:
             pairs = attended_pairs(fresh, prompt - fresh)
             self.costs.learn_step(fresh, 0, sequence.first_ns - sequence.asked_ns, pairs)
-        if drawn > 0 and sequence.first_changes == self._changes:
-            contexts = sum(len(attempt.request.prompt) + len(other.tokens) for attempt, other in self._calls.values())
-            self.costs.learn_decode(len(self._calls), contexts, (now_ns - sequence.first_ns) // drawn)
+        if drawn_tokens > 0 and sequence.first_changes == self._changes:
+            contexts = sum(
+                len(attempt.request.prompt) + len(sequence.tokens) for attempt, sequence in self._calls.values()
+            )
+            self.costs.learn_decode(len(self._calls), contexts, (now_ns - sequence.first_ns) // drawn_tokens)
 
     def _expected_tokens(self, request: Request) -> int | None:
         """Of its prompt, what the engine has cached, as its KV events say; None where they do not."""
@@ -517,12 +519,16 @@ class EngineMember:
         packed = _core.block_identities(key, namespace_id("", namespace, key), request.prompt, block_tokens)
         return self._index.matched_blocks(packed) * block_tokens
 
+    def _contexts_running(self) -> int:
+        """Tokens of all sequences that were sent there."""
+        return sum(len(attempt.request.prompt) + len(sequence.tokens) for attempt, sequence in self._calls.values())
+
     def _load(self) -> Load:
         """How busy the engine is: by its own word, and what was sent since."""
-        report, own = self._report, [sequence for _, sequence in self._calls.values()]
+        report, sequences = self._report, [sequence for _, sequence in self._calls.values()]
         waiting = [attempt for attempt, sequence in self._calls.values() if not sequence.has_begun]
-        running = max(report.running or 0, sum(sequence.has_begun for sequence in own))
-        context = sum(len(attempt.request.prompt) + len(sequence.tokens) for attempt, sequence in self._calls.values())
+        running = max(report.running or 0, sum(sequence.has_begun for sequence in sequences))
+        context = self._contexts_running()
         used = round(report.kv_usage * report.kv_tokens)
         others_waiting = max(0, report.waiting - len(waiting))
         room_tokens = (report.kv_tokens or self._terms.context_tokens) - max(used, context)
@@ -561,10 +567,8 @@ class EngineMember:
         self._kv_names = names
         self._index.clear(0)
         namespace, key, spec = info.namespace, self._terms.identity_key, self._terms.spec
-        feed = EngineKvFeed(
-            0, self._index, key, lambda _: namespace_id("", namespace, key), bool(spec.replay), spec.events_format,
-            entry_tokens=names[1],
-        )  # fmt: skip
+        entries = KvEntries(0, self._index, key, lambda _: namespace_id("", namespace, key), names[1])
+        feed = EngineKvFeed(entries, bool(spec.replay), spec.events_format)
         self._listener = KvListener(feed, bool(spec.replay))
         if spec.replay:
             self._repeat(self._listener.request_replay(0))

@@ -126,6 +126,16 @@ class FleetOptions:
             hint = "give one server role=prefill and one role=decode, or leave role= out"
             raise UserError("a role without its counterpart", hint=hint, param="engines")
 
+    @property
+    def member_specs(self) -> tuple[EngineSpec, ...]:
+        """Those that are members of a model's cluster."""
+        return tuple(spec for spec in self.read_specs() if spec.model)
+
+    @property
+    def is_relay(self) -> bool:
+        """Whether requests are handed on to engines as they come."""
+        return len(self.member_specs) < len(self.engines) or (self.admin_key_file is not None and not self.engines)
+
     def read_specs(self) -> list[EngineSpec]:
         """The servers. Raises :class:`UserError` for one that is malformed."""
         return [read_engine(text) for text in self.engines]

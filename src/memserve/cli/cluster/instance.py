@@ -109,8 +109,7 @@ def instance(
         str | None,
         typer.Option(
             "--engine",
-            help="Be a member for this server of another project, instead of running the model: as `memserve serve"
-            " --engine` has it. It has to serve the same model.",
+            help="Stand for this server of another project, as in `memserve serve --engine`: it runs the model.",
         ),
     ] = None,
     engine_key_file: Annotated[Path | None, typer.Option(help="File with the API key of that server.")] = None,
@@ -123,21 +122,23 @@ def instance(
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
     model, path = split_model(engine.model)
     engine = dataclasses.replace(engine, model=path)
-    represented = _Represented(read_engine(server), engine_key_file) if server is not None else None
-    if (role is Role.ENGINE) != (represented is not None):
-        if represented is None:
-            raise UserError("a member of role engine is for a server", hint="name it: --engine vllm=http://HOST:PORT")
-        role = Role.ENGINE
+    role, represented = _read_server(role, server, engine_key_file)
     if supervised:
         _run_supervised(engine, model, join, role, name or role.value, link, log_level, represented)
         return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
-    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
-    place = dataclasses.replace(place, model=model)
+    place = _place(model, join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
     if represented is not None:
         _represent_engine(represented, engine, place, None)
         return
+    started = time.perf_counter()
+    print_lines(f"loading {engine.model} ...")
+    _run_here(engine, place, started)
+
+
+def _run_here(engine: EngineOptions, place: MemberOptions) -> None:
+    """Load the model, be a member, end the process."""
     started = time.perf_counter()
     print_lines(f"loading {engine.model} ...")
     from memserve.host.instance import run_instance
@@ -159,6 +160,15 @@ class _Represented:
 
     spec: EngineSpec
     key_file: Path | None
+
+
+def _read_server(role: Role, server: str | None, key_file: Path | None) -> tuple[Role, _Represented | None]:
+    """The role of the member, and the server that it represents, if any."""
+    if server is not None:
+        return Role.ENGINE, _Represented(read_engine(server), key_file)
+    if role is Role.ENGINE:
+        raise UserError("a member of role engine is for a server", hint="name it: --engine vllm=http://HOST:PORT")
+    return role, None
 
 
 def _represent_engine(server: _Represented, engine: EngineOptions, place: MemberOptions, outlive: Path | None) -> None:
@@ -235,6 +245,7 @@ def _exit_immediately() -> None:
 
 
 def _place(
+    model: str,
     join: str,
     role: Role,
     name: str | None,
@@ -261,6 +272,7 @@ def _place(
         advertise=own_host,
         link=link,
         health_file=health_file,
+        model=model,
     )
 
 

@@ -76,6 +76,21 @@ class EngineMembers:
         """Of the members."""
         return [f"e{number}" for number in range(1, len(self.specs) + 1)]
 
+    def for_model(self, name: str) -> EngineMembers:
+        """Those that serve the model of this name; empty: the only one."""
+        return dataclasses.replace(self, specs=tuple(spec for spec in self.specs if not name or spec.model == name))
+
+    def check_models(self, names: Sequence[str], *, standalone: bool) -> None:
+        """Raise :class:`UserError` for one that serves no model of ``names`` (one that is empty is any), and where
+        there is no cluster."""
+        if self.specs and standalone:
+            raise UserError("one engine alone has no members", hint="leave out --in-process, or model= of --engine")
+        for spec in self.specs:
+            if "" not in names and spec.model not in names:
+                hint = f"one of {', '.join(names)}; without model= it answers for the models that it lists"
+                message = f"--engine {spec.url} names {spec.model!r}, which no --model has"
+                raise UserError(message, hint=hint, param="engine")
+
     def flags_of(self, spec: EngineSpec) -> tuple[str, ...]:
         """Options of ``memserve instance``."""
         return "--engine", spec.text, *(("--engine-key-file", self.key_file) if self.key_file is not None else ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated
 
@@ -39,7 +39,7 @@ from memserve.cli.cluster.models import Models, NamedModel, has_store, read_mode
 from memserve.cli.cluster.several import refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
-from memserve.fleet.messages import EngineSpec, FleetOptions
+from memserve.fleet.messages import FleetOptions
 from memserve.journal.folder import BATCHES
 from memserve.journal.keeper import metadata_place
 from memserve.model.loading.lora import read_adapters
@@ -95,38 +95,33 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    specs = fleet.read_specs()
-    engine_members = tuple(spec for spec in specs if spec.model)
-    is_relay = len(engine_members) < len(specs) or (fleet.admin_key_file is not None and not specs)
-    _check_shape(engine, routers, placement, standalone=in_process, engines=is_relay)
+    _check_shape(engine, routers, placement, standalone=in_process, engines=fleet.is_relay)
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
-    if is_relay:
-        shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+    shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+    if fleet.is_relay:
         has_instances = in_process or any(option is not None for option in shape_options)
         run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
-    _check_engine_models(engine_members, models, standalone=in_process)
+    engines = EngineMembers(fleet.member_specs, fleet.key_file)
+    engines.check_models([model.name for model in models], standalone=in_process)
     if in_process:
         refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
-        cluster_options = (prefill, decode, colocated, cluster_port, placement.used_option)
-        run_server(_standalone_options(models[0].engine, cluster.admission, *cluster_options), http, None)
+        run_server(_standalone_options(models[0].engine, cluster.admission, *shape_options), http, None)
         return
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
-    needs_secret = cluster_port is not None or any(map(has_store, models))
-    secret = credentials.secret_of(cluster_secret_file, is_needed=needs_secret)
+    is_open = cluster_port is not None or any(map(has_store, models))
+    secret = credentials.secret_of(cluster_secret_file, is_needed=is_open)
 
     def options_of(model: NamedModel) -> ClusterOptions:
-        local = model.engine
+        local = _engine_of(model, placement)
         config = cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-        if placement.remote_place is not None:
-            local = dataclasses.replace(local, device="cpu")  # Ray has the GPUs
         shape = choose_counts(*model.counts, local, placement.scaling)
         return ClusterOptions(
             shape.prefill, shape.decode, shape.colocated, config, link, cluster_host, cluster_port, secret, records,
             shape_text(shape), with_absolute_folders(model.store), placement, routers, model_name=model.name,
-            engines=EngineMembers(_engines_of(model, engine_members), fleet.key_file),
+            engines=engines.for_model(model.name),
         )  # fmt: skip
 
     if models[0].name:
@@ -135,22 +130,9 @@ def serve(
     run_server(models[0].engine, http, options_of(models[0]))
 
 
-def _engines_of(model: NamedModel, specs: Sequence[EngineSpec]) -> tuple[EngineSpec, ...]:
-    """Those that serve ``model`` as well. Where it has no name, it is the only one."""
-    return tuple(spec for spec in specs if not model.name or spec.model == model.name)
-
-
-def _check_engine_models(specs: Sequence[EngineSpec], models: Sequence[NamedModel], *, standalone: bool) -> None:
-    """Raise :class:`UserError` for an engine that serves none of ``models``."""
-    if specs and standalone:
-        raise UserError("one engine alone has no members", hint="leave out --in-process, or model= of --engine")
-    names = [model.name for model in models]
-    for spec in specs:
-        if names != [""] and spec.model not in names:
-            hint = f"one of {', '.join(names)}; without model= it answers by itself, for the models that it lists"
-            raise UserError(
-                f"--engine {spec.url} names {spec.model!r}, which no --model has", hint=hint, param="engine"
-            )
+def _engine_of(model: NamedModel, placement: PlacementOptions) -> EngineOptions:
+    """As this host needs it: where Ray runs the instances, Ray has the GPUs."""
+    return dataclasses.replace(model.engine, device="cpu") if placement.remote_place is not None else model.engine
 
 
 def _check_shape(
