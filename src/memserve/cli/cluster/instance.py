@@ -132,9 +132,7 @@ def instance(
     if represented is not None:
         _represent_engine(represented, engine, place, None)
         return
-    started = time.perf_counter()
-    print_lines(f"loading {engine.model} ...")
-    _run_here(engine, place, started)
+    _run_here(engine, place)
 
 
 def _run_here(engine: EngineOptions, place: MemberOptions) -> None:
@@ -175,7 +173,7 @@ def _represent_engine(server: _Represented, engine: EngineOptions, place: Member
     """Be a member for ``server``, with the tokenizer of the model that ``engine`` names."""
     import asyncio
 
-    from memserve.fleet.member_host import EngineMemberOptions, EngineProcess
+    from memserve.fleet.members.host import EngineMemberOptions, EngineProcess
     from memserve.journal.survivors import end_when_orphaned
     from memserve.kv.identity import identity_key
     from memserve.model.loading.card import early_tokenizer

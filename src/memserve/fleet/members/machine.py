@@ -21,17 +21,14 @@ last token on another member.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from memserve import _core
-from memserve.base.config import ExchangeConfig
 from memserve.base.errors import check
 from memserve.base.types import FinishReason, Request, TokenOutput
-from memserve.fleet.dialects import Dialect, SequenceCall
-from memserve.fleet.engines import PROMPT_TOKENS_USUAL
 from memserve.fleet.kv_events import EngineKvFeed, KvEntries, KvListener
-from memserve.fleet.member_events import (
+from memserve.fleet.members.dialects import Dialect, SequenceCall
+from memserve.fleet.members.events import (
     CallBroke,
     EndCall,
     EngineMemberAction,
@@ -42,11 +39,13 @@ from memserve.fleet.member_events import (
     ReportRead,
     StartCall,
 )
-from memserve.fleet.member_index import EngineIndex
-from memserve.fleet.messages import EngineReport, EngineSpec, KvReceived, ReplayEnded
+from memserve.fleet.members.index import EngineIndex
+from memserve.fleet.members.work import EngineAttempt, EngineSequence, EngineTerms, EngineWork
+from memserve.fleet.messages import EngineReport, KvReceived, ReplayEnded
 from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.routers import Routers, RouterUpdates
-from memserve.kv.costs import PreemptionCosts, PreemptionModel, attended_pairs
+from memserve.instance.stats import InstanceStats
+from memserve.kv.costs import PreemptionCosts, PreemptionModel
 from memserve.kv.events import KvFeed
 from memserve.kv.identity import namespace_id
 from memserve.protocol.events import MessageArrived, RejectRequest, Send
@@ -70,64 +69,6 @@ from memserve.protocol.messages import (
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 
 
-@dataclass(frozen=True, slots=True)
-class EngineTerms:
-    """What is known of an engine when it becomes a member."""
-
-    spec: EngineSpec
-    model: str
-    """Its own name of the model."""
-    context_tokens: int
-    """The longest sequence that it runs."""
-    identity_key: bytes
-    """Of the cluster."""
-    block_tokens: int
-    """Of its instances, as this process was told: how much memory the engine has is counted in these."""
-    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One sequence of a request."""
-
-    index: int
-    tokens: list[int]
-    call_id: int | None = None
-    """Of the call that goes on with it. None: it has ended."""
-    asked_ns: int = 0
-    is_alone: bool = True
-    """The engine had nothing else to do when it was asked: its first token shows what a prompt costs."""
-    expected_tokens: int | None = None
-    """Of its prompt, what the engine had cached then, by its KV events. None: it publishes none."""
-    first_ns: int = 0
-    """When its first tokens came; 0: none have."""
-    first_changes: int = 0
-    """How often calls had begun or ended by then."""
-    first_tokens: int = 0
-    """How many tokens it had then."""
-    cached_tokens: int | None = None
-    """Of its prompt, what the engine says that it had cached. None: it has not said."""
-
-    @property
-    def has_begun(self) -> bool:
-        return self.first_ns > 0
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """A request that has not ended."""
-
-    request: Request
-    max_tokens: int
-    deadline_ns: int | None
-    arrived_ns: int
-    sequences: list[_Sequence] = field(default_factory=list)
-
-    @property
-    def open_sequences(self) -> list[_Sequence]:
-        return [sequence for sequence in self.sequences if sequence.call_id is not None]
-
-
 class EngineMember:
     """One mutator, :meth:`handle`; :meth:`heartbeat_load` is read between two events."""
 
@@ -143,10 +84,7 @@ class EngineMember:
         self._listener: KvListener | None = None  # None: it publishes nothing, or the names of blocks are not known yet
         self._kv_names: tuple[str, int] | None = None  # namespace and tokens of a block, as the cluster's instances say
         self._report = EngineReport({})
-        self.costs = costs or PreemptionModel(PreemptionCosts())
-        self._attempts: dict[str, _Attempt] = {}
-        self._calls: dict[int, tuple[_Attempt, _Sequence]] = {}
-        self._calls_made = self._changes = 0
+        self._work = EngineWork(costs or PreemptionModel(PreemptionCosts()))
         self._drains = False
         self._outputs: list[TokenOutput] = []
         self._actions: list[EngineMemberAction] = []
@@ -182,7 +120,7 @@ class EngineMember:
     @property
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending. None: nothing is waited for."""
-        deadlines = [attempt.deadline_ns for attempt in self._attempts.values()]
+        deadlines = [attempt.deadline_ns for attempt in self._work.attempts.values()]
         waits = (self._routers.next_deadline_ns, self._replay_buffer.next_deadline_ns, self._updates.next_deadline_ns)
         return min((due_ns for due_ns in (*deadlines, *waits) if due_ns is not None), default=None)
 
@@ -227,7 +165,7 @@ class EngineMember:
         if owner is None:
             self._routers.owner = sender
         elif sender.generation > owner.generation and isinstance(message, JoinAccepted):
-            for attempt_id in [name for name in self._attempts if self._routers.follower_of(name) is None]:
+            for attempt_id in [name for name in self._work.attempts if self._routers.follower_of(name) is None]:
                 if not self._replay_buffer.is_running(attempt_id):
                     self._drop_attempt(attempt_id, now_ns=0)
             self._routers.owner_changes(sender)
@@ -251,7 +189,7 @@ class EngineMember:
             self._on_follower_gone(message.peer, now_ns)
 
     def _on_follower_gone(self, follower: Peer, now_ns: int) -> None:
-        for attempt_id in [name for name in self._attempts if self._routers.follower_of(name) == follower]:
+        for attempt_id in [name for name in self._work.attempts if self._routers.follower_of(name) == follower]:
             if self._replay_buffer.is_running(attempt_id):
                 self._routers.continue_detached(attempt_id, now_ns)
             else:
@@ -265,20 +203,22 @@ class EngineMember:
     def _on_dispatch(self, order: Dispatch, sender: Peer, now_ns: int) -> None:
         self._routers.counts_of(sender).dispatches_heard += 1
         request = order.request
-        if request.request_id in self._attempts:
+        self._work.count("requests_arrived")
+        if request.request_id in self._work.attempts:
             return  # it was sent twice
         self._routers.assign_attempt(request.request_id, sender)
         max_tokens = min(request.stop.max_tokens, self._terms.context_tokens - len(request.prompt))
         deadline_ns = None if order.deadline_in_ns is None else now_ns + order.deadline_in_ns
-        attempt = _Attempt(request, max_tokens, deadline_ns, now_ns)
+        attempt = EngineAttempt(request, max_tokens, deadline_ns, now_ns)
         generated = order.generated or ((),) * request.n
-        attempt.sequences = [_Sequence(index, list(tokens)) for index, tokens in enumerate(generated)]
+        attempt.sequences = [EngineSequence(index, list(tokens)) for index, tokens in enumerate(generated)]
         calls = [self._make_call(attempt, sequence) for sequence in attempt.sequences]
         refusal = self._refusal_reason(order, calls)
         if refusal:
             self._reject_attempt(request.request_id, refusal, None)
             return
-        self._attempts[request.request_id] = attempt
+        self._work.attempts[request.request_id] = attempt
+        self._work.count("prompt_tokens", len(request.prompt))
         self._replay_buffer.open_answer(request, order.told, order.generated)
         for sequence, call in zip(attempt.sequences, calls, strict=True):
             if sequence.index not in order.ended:
@@ -286,7 +226,7 @@ class EngineMember:
         self._updates.on_attempt_placed(sender)
         self._remove_if_done(attempt, now_ns)
 
-    def _make_call(self, attempt: _Attempt, sequence: _Sequence) -> SequenceCall:
+    def _make_call(self, attempt: EngineAttempt, sequence: EngineSequence) -> SequenceCall:
         tokens = tuple(sequence.tokens)
         return SequenceCall(attempt.request, sequence.index, tokens, attempt.max_tokens, self._terms.model)
 
@@ -305,22 +245,24 @@ class EngineMember:
         refusal = next(filter(None, map(self._dialect.refusal, calls)), "")
         return f"{name}: {refusal}" if refusal else ""
 
-    def _start_sequence(self, attempt: _Attempt, sequence: _Sequence, call: SequenceCall, now_ns: int) -> None:
+    def _start_sequence(
+        self, attempt: EngineAttempt, sequence: EngineSequence, call: SequenceCall, now_ns: int
+    ) -> None:
         reason = self._ending_of(attempt, sequence)
         if reason is not None:  # where it ran before, it had ended, and nothing was said of that
             self._emit(attempt, sequence, (), reason)
             return
-        sequence.is_alone = not self._calls and not (self._report.running or self._report.waiting)
+        sequence.is_alone = not self._work.calls and not (self._report.running or self._report.waiting)
         sequence.expected_tokens = self._expected_tokens(attempt.request)
-        self._calls_made, self._changes = self._calls_made + 1, self._changes + 1
-        sequence.call_id, sequence.asked_ns = self._calls_made, now_ns
-        self._calls[sequence.call_id] = attempt, sequence
+        self._work.calls_made, self._work.changes = self._work.calls_made + 1, self._work.changes + 1
+        sequence.call_id, sequence.asked_ns = self._work.calls_made, now_ns
+        self._work.calls[sequence.call_id] = attempt, sequence
         self._actions.append(StartCall(sequence.call_id, call))
         if self._listener is not None:
             self._listener.on_prompt_sent(now_ns)
 
     @staticmethod
-    def _ending_of(attempt: _Attempt, sequence: _Sequence) -> FinishReason | None:
+    def _ending_of(attempt: EngineAttempt, sequence: EngineSequence) -> FinishReason | None:
         """How a sequence has ended with its last token. None: it goes on."""
         stop, tokens = attempt.request.stop, sequence.tokens
         if tokens and tokens[-1] in stop.stop_token_ids and len(tokens) >= stop.min_tokens:
@@ -328,14 +270,14 @@ class EngineMember:
         return FinishReason.LENGTH if len(tokens) >= attempt.max_tokens else None
 
     def _on_piece(self, event: PieceArrived, now_ns: int) -> None:
-        attempt, sequence = self._calls.get(event.call_id, (None, None))
+        attempt, sequence = self._work.calls.get(event.call_id, (None, None))
         if attempt is None or sequence is None:
             return  # it has ended
         piece = event.piece
         if piece.cached_tokens is not None:
             sequence.cached_tokens = min(piece.cached_tokens, len(attempt.request.prompt))
         if piece.tokens and not sequence.has_begun:
-            sequence.first_ns, sequence.first_changes = now_ns, self._changes
+            sequence.first_ns, sequence.first_changes = now_ns, self._work.changes
             sequence.first_tokens = len(sequence.tokens) + len(piece.tokens)
         reason, count = None, 0
         for token in piece.tokens:
@@ -350,20 +292,28 @@ class EngineMember:
             logprobs = tuple(piece.logprobs[:count])
             self._emit(attempt, sequence, tuple(piece.tokens[:count]), reason, logprobs)
         if reason is not None:
-            self._learn_times(attempt, sequence, now_ns)
+            self._work.learn_times(attempt, sequence, now_ns)
+            self._count_ended(attempt, sequence)
             self._end_sequence(sequence, is_over=bool(piece.finish))
             self._remove_if_done(attempt, now_ns)
 
+    def _count_ended(self, attempt: EngineAttempt, sequence: EngineSequence) -> None:
+        """Once for a request, by its first sequence."""
+        if sequence is attempt.sequences[0]:
+            self._work.count("cached_tokens", sequence.cached_tokens or 0)
+            self._work.count("requests_finished")
+
     def _emit(
         self,
-        attempt: _Attempt,
-        sequence: _Sequence,
+        attempt: EngineAttempt,
+        sequence: EngineSequence,
         tokens: tuple[int, ...],
         reason: FinishReason | None,
         logprobs: tuple[Any, ...] = (),
     ) -> None:
         request_id, first = attempt.request.request_id, len(sequence.tokens) - len(tokens)
         story = (("engine", f"{self._terms.spec.kind} at {self._terms.spec.name}"),) if not first else ()
+        self._work.count("generated_tokens", len(tokens))
         self._outputs.append(
             TokenOutput(
                 request_id,
@@ -378,7 +328,7 @@ class EngineMember:
         )
 
     def _on_broke(self, event: CallBroke, now_ns: int) -> None:
-        attempt, sequence = self._calls.get(event.call_id, (None, None))
+        attempt, sequence = self._work.calls.get(event.call_id, (None, None))
         if attempt is None or sequence is None:
             return
         request_id = attempt.request.request_id
@@ -388,22 +338,22 @@ class EngineMember:
         self._drop_attempt(request_id, now_ns, keeps_owner=True)
         self._reject_attempt(request_id, reason, None if event.is_final else 0.0)
 
-    def _end_sequence(self, sequence: _Sequence, *, is_over: bool = False) -> None:
+    def _end_sequence(self, sequence: EngineSequence, *, is_over: bool = False) -> None:
         """``is_over``: the engine has said so."""
         if sequence.call_id is not None:
-            del self._calls[sequence.call_id]
-            self._changes += 1
+            del self._work.calls[sequence.call_id]
+            self._work.changes += 1
             if not is_over:
                 self._actions.append(EndCall(sequence.call_id))
             sequence.call_id = None
 
-    def _remove_if_done(self, attempt: _Attempt, now_ns: int) -> None:
+    def _remove_if_done(self, attempt: EngineAttempt, now_ns: int) -> None:
         if not attempt.open_sequences:
             self._drop_attempt(attempt.request.request_id, now_ns)
 
     def _drop_attempt(self, request_id: str, now_ns: int, *, keeps_owner: bool = False) -> None:
         """It is not here any more. ``keeps_owner``: its router is still to be told."""
-        attempt = self._attempts.pop(request_id, None)
+        attempt = self._work.attempts.pop(request_id, None)
         if attempt is None:
             return
         for sequence in attempt.sequences:
@@ -413,17 +363,18 @@ class EngineMember:
             self._routers.on_attempt_ended(request_id)
 
     def _reject_attempt(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
+        self._work.count("requests_rejected")
         message = self._routers.route_refusal(RejectRequest(request_id, reason, retry_after_s))
         self._routers.on_attempt_ended(request_id)
         if message is not None:
             self._actions.append(message)
 
     def _on_cancel(self, message: Cancel, sender: Peer, now_ns: int) -> None:
-        if self._routers.is_of(message.request_id, sender) and message.request_id in self._attempts:
-            self._end_all(self._attempts[message.request_id], FinishReason.CANCELLED, now_ns)
+        if self._routers.is_of(message.request_id, sender) and message.request_id in self._work.attempts:
+            self._end_all(self._work.attempts[message.request_id], FinishReason.CANCELLED, now_ns)
 
     def _on_stop(self, message: StopSequence, sender: Peer, now_ns: int) -> None:
-        attempt = self._attempts.get(message.request_id)
+        attempt = self._work.attempts.get(message.request_id)
         if attempt is None or not self._routers.is_of(message.request_id, sender):
             return
         for sequence in attempt.open_sequences:
@@ -432,13 +383,13 @@ class EngineMember:
                 self._end_sequence(sequence)
         self._remove_if_done(attempt, now_ns)
 
-    def _end_all(self, attempt: _Attempt, reason: FinishReason, now_ns: int) -> None:
+    def _end_all(self, attempt: EngineAttempt, reason: FinishReason, now_ns: int) -> None:
         for sequence in attempt.open_sequences:
             self._emit(attempt, sequence, (), reason)
         self._drop_attempt(attempt.request.request_id, now_ns)
 
     def _end_overdue(self, now_ns: int) -> None:
-        for attempt in [attempt for attempt in self._attempts.values() if attempt.deadline_ns is not None]:
+        for attempt in [attempt for attempt in self._work.attempts.values() if attempt.deadline_ns is not None]:
             if attempt.deadline_ns is not None and attempt.deadline_ns <= now_ns:
                 self._end_all(attempt, FinishReason.DEADLINE, now_ns)
         for attempt_id in self._routers.overdue_attempts(now_ns):
@@ -458,7 +409,7 @@ class EngineMember:
 
     def _on_query_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
         own_attempts = {
-            name for name in message.attempts if name in self._attempts and self._routers.is_of(name, sender)
+            name for name in message.attempts if name in self._work.attempts and self._routers.is_of(name, sender)
         }
         unknown, counts = tuple(n for n in message.attempts if n not in own_attempts), self._routers.counts_of(sender)
         reply = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
@@ -470,14 +421,14 @@ class EngineMember:
         answers = [
             self._take_over(answer, sender) for answer in self._replay_buffer.with_key(message.key, message.asked)
         ]
-        same_key = (attempt.request for attempt in self._attempts.values() if attempt.request.key == message.key)
+        same_key = (attempt.request for attempt in self._work.attempts.values() if attempt.request.key == message.key)
         is_anothers = self._replay_buffer.answers_another(message.key, message.asked)
         is_anothers = is_anothers or any(request.asked != message.asked for request in same_key)
         refused = message.asked if is_anothers else ""
         self._actions.append(Send(sender, AnswersHeld(tuple(answers), True, message.key, refused)))
 
     def _take_over(self, answer: AnswerHeld, router: Peer) -> AnswerHeld:
-        if answer.attempt_id not in self._attempts:
+        if answer.attempt_id not in self._work.attempts:
             return answer
         former = self._routers.router_of(answer.attempt_id)
         if former is not None and former != router:
@@ -493,23 +444,7 @@ class EngineMember:
         if self._listener is not None:
             if is_new:
                 self._listener.feed.on_engine_restarted()
-            self._repeat(self._listener.on_answered(is_new=is_new, is_busy=bool(self._calls), now_ns=now_ns))
-
-    def _learn_times(self, attempt: _Attempt, sequence: _Sequence, now_ns: int) -> None:
-        """A sequence ends: what its prompt and its tokens took, where nothing else was in their way."""
-        known_tokens = sequence.cached_tokens if sequence.cached_tokens is not None else sequence.expected_tokens
-        if not sequence.has_begun or known_tokens is None:
-            return
-        prompt = len(attempt.request.prompt)
-        fresh, drawn_tokens = prompt - known_tokens, len(sequence.tokens) - sequence.first_tokens
-        if sequence.is_alone and fresh > 0:
-            pairs = attended_pairs(fresh, prompt - fresh)
-            self.costs.learn_step(fresh, 0, sequence.first_ns - sequence.asked_ns, pairs)
-        if drawn_tokens > 0 and sequence.first_changes == self._changes:
-            contexts = sum(
-                len(attempt.request.prompt) + len(sequence.tokens) for attempt, sequence in self._calls.values()
-            )
-            self.costs.learn_decode(len(self._calls), contexts, (now_ns - sequence.first_ns) // drawn_tokens)
+            self._repeat(self._listener.on_answered(is_new=is_new, is_busy=bool(self._work.calls), now_ns=now_ns))
 
     def _expected_tokens(self, request: Request) -> int | None:
         """Of its prompt, what the engine has cached, as its KV events say; None where they do not."""
@@ -519,30 +454,18 @@ class EngineMember:
         packed = _core.block_identities(key, namespace_id("", namespace, key), request.prompt, block_tokens)
         return self._index.matched_blocks(packed) * block_tokens
 
-    def _contexts_running(self) -> int:
-        """Tokens of all sequences that were sent there."""
-        return sum(len(attempt.request.prompt) + len(sequence.tokens) for attempt, sequence in self._calls.values())
-
     def _load(self) -> Load:
-        """How busy the engine is: by its own word, and what was sent since."""
-        report, sequences = self._report, [sequence for _, sequence in self._calls.values()]
-        waiting = [attempt for attempt, sequence in self._calls.values() if not sequence.has_begun]
-        running = max(report.running or 0, sum(sequence.has_begun for sequence in sequences))
-        context = self._contexts_running()
-        used = round(report.kv_usage * report.kv_tokens)
-        others_waiting = max(0, report.waiting - len(waiting))
-        room_tokens = (report.kv_tokens or self._terms.context_tokens) - max(used, context)
-        counts = self._routers.counts_of(None)
-        return Load(
-            requests_waiting=max(report.waiting, len(waiting)),
-            sequences_running=running,
-            prefill_tokens_queued=sum(len(attempt.request.prompt) for attempt in waiting)
-            + others_waiting * PROMPT_TOKENS_USUAL,
-            context_tokens_running=max(used, context),
-            hbm_blocks_available=max(0, room_tokens // self._terms.block_tokens),
-            dispatches_heard=counts.dispatches_heard,
-            answers_told=counts.answers_told,
-        )
+        """As its routers are told it."""
+        return self._work.load(self._report, self._terms, self._routers.counts_of(None))
+
+    @property
+    def costs(self) -> PreemptionModel:
+        """What is known of the engine's speed."""
+        return self._work.costs
+
+    def stats(self) -> InstanceStats:
+        """Gauges and totals, as an instance has them."""
+        return self._work.stats(self._report, self._terms, self._routers.counts_of(None))
 
     def heartbeat_load(self, now_ns: int) -> LoadRead:
         """What a heartbeat tells at time ``now_ns`` (ns), to the owner and to each follower."""
@@ -552,7 +475,7 @@ class EngineMember:
             for peer, peer_load in self._routers.loads_for_followers(load)
         ]
         next_event = updates.for_heartbeat(self.router, now_ns)
-        costs = self.costs.encoded_costs() if self.costs.samples else b""
+        costs = self._work.costs.encoded_costs() if self._work.costs.samples else b""
         return LoadRead(load, next_event, b"", tuple(followers), costs)
 
     # -- what it has cached
@@ -588,7 +511,7 @@ class EngineMember:
     # -- incarnations
 
     def _restart_as(self, self_peer: Peer) -> None:
-        for request_id in list(self._attempts):
+        for request_id in list(self._work.attempts):
             self._replay_buffer.forget_attempt(request_id)
             self._drop_attempt(request_id, 0)
         self._routers.reset_routers()
@@ -597,12 +520,12 @@ class EngineMember:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the books do not agree. Between two events."""
-        self._routers.check_invariants(self._attempts)
-        self._replay_buffer.check_invariants(self._attempts)
+        self._routers.check_invariants(self._work.attempts)
+        self._replay_buffer.check_invariants(self._work.attempts)
         self._updates.check_invariants()
         self._index.check_invariants()
-        for name, attempt in self._attempts.items():
+        for name, attempt in self._work.attempts.items():
             check(attempt.request.request_id == name, "{} is listed as {}", attempt.request.request_id, name)
             check(attempt.open_sequences, "{} has ended, and is here", name)
-        calls = {sequence.call_id for attempt in self._attempts.values() for sequence in attempt.open_sequences}
-        check(calls == self._calls.keys(), "{} are under way, not {}", self._calls.keys(), calls)
+        calls = {sequence.call_id for attempt in self._work.attempts.values() for sequence in attempt.open_sequences}
+        check(calls == self._work.calls.keys(), "{} are under way, not {}", self._work.calls.keys(), calls)

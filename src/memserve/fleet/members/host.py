@@ -21,7 +21,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -31,10 +31,9 @@ from memserve.base.config import MemberConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, Role
 from memserve.base.units import MIB, NS_PER_S, ns_from_s
-from memserve.fleet.dialects import END_OF_STREAM, Dialect, SequenceCall, dialect_of, event_data
 from memserve.fleet.engine_client import LOOK_S, EngineClient
-from memserve.fleet.member import EngineMember, EngineTerms
-from memserve.fleet.member_events import (
+from memserve.fleet.members.dialects import END_OF_STREAM, Dialect, SequenceCall, dialect_of, event_data
+from memserve.fleet.members.events import (
     Actions,
     CallBroke,
     EndCall,
@@ -45,7 +44,10 @@ from memserve.fleet.member_events import (
     ReportRead,
     StartCall,
 )
+from memserve.fleet.members.machine import EngineMember
+from memserve.fleet.members.work import EngineTerms
 from memserve.fleet.messages import EngineReport, EngineSpec
+from memserve.host.stats import EngineStats
 from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.protocol.member import MemberMachine
 from memserve.protocol.member_events import (
@@ -67,6 +69,7 @@ from memserve.protocol.member_events import (
 from memserve.protocol.messages import AnyMessage, RequestRefused, Tokens
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.router.follower import NO_KV
+from memserve.system.memory import resident_bytes
 from memserve.system.process import HealthFile, HealthState, SignalCounter, ending_signals, new_generation
 from memserve.system.secrets import Followed, Secret
 from memserve.transport.links.shared_memory import this_host
@@ -146,7 +149,7 @@ class EngineProcess:
 
     async def run(self) -> None:
         """Be a member whenever the engine is well, until the end is asked for, or the router drains or refuses it.
-        Raises :class:`UserError` when the router refuses it, or the engine serves something else."""
+        Raises :class:`UserError` when the router refuses it."""
         self._follow_signals()
         try:
             while not self._ends.is_set():
@@ -230,10 +233,8 @@ class EngineProcess:
             if status != 200:
                 raise HttpFault(f"its {dialect.tokenize_path} says {status}: whether its tokens are ours is not known")
             if _tokens_in(page) != self.options.tokenize(text):
-                hint = "give it the model of model=, or leave model= out"
-                raise UserError(
-                    f"{spec.name} has another tokenizer than {self.options.model or 'the model'}", hint=hint
-                )
+                own_name = self.options.model or "the model"
+                raise HttpFault(f"it has another tokenizer than {own_name}: it serves another model")
 
 
 class _Membership:
@@ -351,8 +352,8 @@ class _Membership:
                     self._mailbox.connect(info.peer, info.address)
                 case RemovePeer(peer):
                     self._mailbox.disconnect(peer)
-                case ReadLoad():
-                    self._loop.call_soon(self._post_load)
+                case ReadLoad(with_stats):
+                    self._loop.call_soon(self._post_load, with_stats)
                 case ChangeGeneration(_, _, generation_min):
                     self._loop.call_soon(partial(self._change_generation, generation_min))
                 case Joined():
@@ -363,8 +364,13 @@ class _Membership:
                     self._refused = refused
                     self._left.set()
 
-    def _post_load(self) -> None:
+    def _post_load(self, with_stats: bool) -> None:
         reading: LoadRead = self._engine.heartbeat_load(time.monotonic_ns())
+        if with_stats:
+            own_stats = EngineStats(
+                instance=self._engine.stats(), resident_bytes=resident_bytes(), read_at_ns=time.time_ns()
+            )
+            reading = replace(reading, stats=own_stats.encode())
         self._post_member(reading)
         health_file = self._options.health_file
         if health_file is not None and self._member is not None:
@@ -468,14 +474,13 @@ class _Membership:
 
 
 def engine_model(report: EngineReport, spec: EngineSpec) -> str:
-    """The engine's own name of the model: the same, or the only one. Raises :class:`UserError` where it is neither."""
+    """The engine's own name of the model: the same, or the only one. Raises :class:`HttpFault` where it is neither."""
     if spec.model in report.models:
         return spec.model
     bases = [name for name, weights in report.models.items() if name == weights] or list(report.models)
     if len(bases) != 1:
         shown = ", ".join(list(report.models)[:8]) or "none"
-        hint = "start it with --served-model-name, or correct model="
-        raise UserError(f"{spec.name} serves {shown}, and not {spec.model!r}", hint=hint, param="engine")
+        raise HttpFault(f"it serves {shown}, and not {spec.model!r} (start it with that --served-model-name)")
     return bases[0]
 
 

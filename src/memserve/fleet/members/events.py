@@ -1,4 +1,4 @@
-"""What the machine of an engine that is a member is told, and what it asks for (``fleet/member.py``)."""
+"""What the machine of an engine that is a member is told, and what it asks for (``fleet/members/machine.py``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memserve.base.types import ClockTicked
-from memserve.fleet.dialects import AnswerPiece, SequenceCall
+from memserve.fleet.members.dialects import AnswerPiece, SequenceCall
 from memserve.fleet.messages import EngineReport, KvReceived, ReplayEnded
 from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.protocol.peers import Peer
