@@ -145,10 +145,10 @@ class LoadTable:
         """Members of a role that take new requests, in order."""
         return self._numbers[role]
 
-    def longest_context(self) -> int:
-        """The longest sequence that any open instance with a model can run; 0: there is none."""
-        able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
-        return int(self.context_limit[able].max(initial=0))
+    def longest_context(self, request: Request) -> int:
+        """The longest sequence that any open member that may run ``request`` can run; 0: there is none."""
+        numbers = [self._numbers[role] for role in roles_for(request)]
+        return int(self.context_limit[np.concatenate(numbers)].max(initial=0))
 
     def apply_heartbeat(self, number: int, load: Load) -> None:
         """``load`` came with a heartbeat: the member knows of nearly all that was sent before."""
