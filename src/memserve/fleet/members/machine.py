@@ -211,7 +211,9 @@ class EngineMember:
         deadline_ns = None if order.deadline_in_ns is None else now_ns + order.deadline_in_ns
         attempt = EngineAttempt(request, max_tokens, deadline_ns, now_ns)
         generated = order.generated or ((),) * request.n
-        attempt.sequences = [EngineSequence(index, list(tokens)) for index, tokens in enumerate(generated)]
+        attempt.sequences = [
+            EngineSequence(index, list(tokens), resumed=len(tokens)) for index, tokens in enumerate(generated)
+        ]
         calls = [self._make_call(attempt, sequence) for sequence in attempt.sequences]
         refusal = self._refusal_reason(order, calls)
         if refusal:
@@ -313,6 +315,8 @@ class EngineMember:
     ) -> None:
         request_id, first = attempt.request.request_id, len(sequence.tokens) - len(tokens)
         story = (("engine", f"{self._terms.spec.kind} at {self._terms.spec.name}"),) if not first else ()
+        # once, and of a prompt that was computed elsewhere before that has been said
+        cached_tokens = sequence.cached_tokens or 0 if reason is not None and not sequence.resumed else 0
         self._work.count("generated_tokens", len(tokens))
         self._outputs.append(
             TokenOutput(
@@ -321,7 +325,7 @@ class EngineMember:
                 tokens,
                 logprobs,
                 reason,
-                sequence.cached_tokens or 0,
+                cached_tokens,
                 offset=first,
                 story=story,
             )

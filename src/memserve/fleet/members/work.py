@@ -41,6 +41,8 @@ class EngineSequence:
 
     index: int
     tokens: list[int]
+    resumed: int = 0
+    """Of them, those that were generated elsewhere."""
     call_id: int | None = None
     """Of the call that goes on with it. None: it has ended."""
     asked_ns: int = 0
