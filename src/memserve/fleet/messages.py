@@ -105,7 +105,8 @@ class FleetOptions:
     engines: tuple[str, ...] = option((), "--engine", form=MANY)
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
     server instead of instances. Repeatable. With ``,role=prefill`` and ``,role=decode`` one vLLM computes prompts and
-    another one answers. With ``,format=NAME`` a plug-in reads its events (`memserve doctor` lists them)."""
+    another one answers. With ``,format=NAME`` a plug-in reads its events (`memserve doctor` lists them). With
+    ``,model=NAME``, and then ``llamacpp=`` as well, it is a member beside the instances of that model."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
