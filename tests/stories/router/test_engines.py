@@ -1,4 +1,4 @@
-"""Servers of other projects as members: they run what they can, and nobody asks for their KV."""
+"""Servers of other projects as members: they run what they can, and no member asks for their KV."""
 
 from __future__ import annotations
 

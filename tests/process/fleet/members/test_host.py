@@ -17,7 +17,9 @@ import httpx
 import pytest
 import torch
 
-from memserve.fleet.messages import EngineKind, EngineSpec
+from memserve.api.http.client import HttpFault
+from memserve.fleet.members.host import engine_model
+from memserve.fleet.messages import EngineKind, EngineReport, EngineSpec
 from served_cluster import Server, eventually
 from tiny_models import greedy_answers, prompt, save_folder, tiny_module
 from waiting import stop_process
@@ -34,13 +36,13 @@ def ids(seed: int, length: int) -> list[int]:
 class Mixed:
     """``c1``, an instance of ours, and ``e1``, the other server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.module = tiny_module("llama", 3)
         self.folder = save_folder(self.module, folder / "tiny")
         (self.folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
         self.engine = Server(self.folder, "--colocated", "1")
         engine = EngineSpec(EngineKind.VLLM, self.engine.url.removesuffix("/v1"), model="tiny").text
-        self.server = Server(self.folder, "--colocated", "1", "--engine", engine, "--policy", "least-load")
+        self.server = Server(self.folder, "--colocated", "1", "--engine", engine, "--policy", "least-load", *flags)
 
     def engine_port(self) -> str:
         return self.engine.url.rpartition(":")[2].removesuffix("/v1")
@@ -150,10 +152,34 @@ def test_an_engine_alone_serves_all_of_the_api(mixed: Mixed) -> None:
     responses = mixed.server.client.responses
     first = responses.create(model="tiny", input="a b c", max_output_tokens=8)
     again = responses.create(model="tiny", input="d", max_output_tokens=8, previous_response_id=first.id)
-    assert (first.status, again.status, again.previous_response_id) == ("incomplete", "incomplete", first.id)
+    assert again.previous_response_id == first.id and again.output_text
     whole = mixed.complete(ids(3, 12))["choices"][0]["text"]
     cut = mixed.complete(ids(3, 12), stop=[whole[3:6]])["choices"][0]
     assert (cut["text"], cut["finish_reason"]) == (whole.partition(whole[3:6])[0], "stop")
+
+
+def test_every_router_sends_requests_there(tmp_path: Path) -> None:
+    world = Mixed(tmp_path, "--routers", "2")
+    try:
+        eventually(lambda: world.server.members() == {"c1", "e1"})
+        for turn in range(3):  # each request has a connection of its own: the kernel chooses a router
+            assert world.check([ids(100 * turn + number, 20) for number in range(12)]) == {"c1", "e1"}
+        os.kill(world.server.children()["router-2"], signal.SIGKILL)
+        eventually(lambda: world.server.children().get("router-2"))
+        os.kill(world.server.children()["e1"], signal.SIGKILL)
+        eventually(lambda: world.server.members() == {"c1"})
+        eventually(lambda: world.server.members() == {"c1", "e1"})
+        assert world.check([ids(900 + number, 20) for number in range(12)]) == {"c1", "e1"}
+    finally:
+        world.stop()
+
+
+def test_engine_names_are_the_same_or_the_only_one() -> None:
+    spec = EngineSpec(EngineKind.VLLM, "http://h:1", model="tiny")
+    assert engine_model(EngineReport({"other": "w", "tiny": "v"}), spec) == "tiny"
+    assert engine_model(EngineReport({"other": "other", "adapter": "other"}), spec) == "other"
+    with pytest.raises(HttpFault, match="it serves a, b, and not 'tiny'"):
+        engine_model(EngineReport({"a": "a", "b": "b"}), spec)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
