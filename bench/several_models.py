@@ -103,10 +103,13 @@ class RunningModels:
 
     def start(self) -> None:
         """Returns when it is ready."""
-        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._state.mkdir(exist_ok=True)
+        log = self._state / "log"
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=stderr)
         wait_until(lambda: self.process.poll() is not None or self._is_well(), "the server is ready", START_S)
         if self.process.poll() is not None:
-            raise SystemExit(f"the server ended with {self.process.returncode}")
+            raise SystemExit(f"the server ended with {self.process.returncode}: {log.read_text()[-2000:]}")
 
     def _is_well(self) -> bool:
         with suppress(httpx.HTTPError):
