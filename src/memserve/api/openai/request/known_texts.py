@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,15 +53,21 @@ class TextPieces:
         return sum(len(text) for text, ids in zip(self.texts, self.ids, strict=True) if ids is None)
 
 
+@dataclass(slots=True)
+class _Piece:
+    ids: TokenArray
+    was_used: bool = False
+
+
 class KnownTexts:
-    """Tokenizes texts piece by piece, and keeps the pieces used last. Thread-safe."""
+    """Tokenizes texts piece by piece, and keeps pieces that are used. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, bytes_max: int = BYTES_MAX) -> None:
         self.tokenizer, self._bytes_max = tokenizer, bytes_max
         self.token_bytes_max = longest_token_bytes(tokenizer)
         self.frame = frame_of(tokenizer)
         self._cuts, self._joints = cuts_of(tokenizer), joints_of(tokenizer)
-        self._pieces: OrderedDict[tuple[Owner, str], TokenArray] = OrderedDict()  # least recently used first
+        self._pieces: dict[tuple[Owner, str], _Piece] = {}  # those that were kept, or saved from being dropped, first
         self._lock = threading.Lock()
         self.cached_bytes = 0
 
@@ -78,10 +83,18 @@ class KnownTexts:
         ends = self._find_ends(text)
         if not ends:
             return None
-        texts = [text[first:end] for first, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+        texts, ids, first = list[str](), list[TokenArray | None](), 0
         with self._lock:
-            matches = [self._lookup_piece((owner, piece)) for piece in texts[:-1]]
-        return TextPieces(owner, texts, [*matches, None])
+            lookup = self._pieces.get
+            for end in ends:
+                texts.append(piece := text[first:end])
+                kept, first = lookup((owner, piece)), end
+                if kept is None:
+                    ids.append(None)
+                else:
+                    kept.was_used = True
+                    ids.append(kept.ids)
+        return TextPieces(owner, [*texts, text[first:]], [*ids, None])
 
     def complete_pieces(self, pieces: TextPieces) -> list[TokenArray]:
         """The ids of all pieces, as arrays to be joined; those that were not known are from now on, but the last."""
@@ -113,19 +126,19 @@ class KnownTexts:
             ends.append(end)
         return ends[:-1]
 
-    def _lookup_piece(self, key: tuple[Owner, str]) -> TokenArray | None:
-        ids = self._pieces.get(key)
-        if ids is not None:
-            self._pieces.move_to_end(key)
-        return ids
-
     def _store_piece(self, key: tuple[Owner, str], ids: TokenArray) -> None:
         if key in self._pieces or _bytes_of(key, ids) > self._bytes_max:
             return
-        self._pieces[key] = ids
+        self._pieces[key] = _Piece(ids)
         self.cached_bytes += _bytes_of(key, ids)
         while self.cached_bytes > self._bytes_max:
-            self.cached_bytes -= _bytes_of(*self._pieces.popitem(last=False))
+            oldest = next(iter(self._pieces))
+            kept = self._pieces.pop(oldest)
+            if kept.was_used:  # since it was kept, or looked at here: it is dropped when it was not used again
+                kept.was_used = False
+                self._pieces[oldest] = kept
+            else:
+                self.cached_bytes -= _bytes_of(oldest, kept.ids)
 
 
 def _bytes_of(key: tuple[Owner, str], ids: TokenArray) -> int:
