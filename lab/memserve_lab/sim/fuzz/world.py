@@ -394,14 +394,15 @@ class World:
         if any(node.plans for node in self.instances):
             self._run_while(lambda: any(node.plans for node in self.instances), self.clock.now + 60 * SECOND)
             self._run_until(self.clock.now + 3 * SECOND)
-        if self._has_transfers():  # offers to a store that does not know of them, by one that has ended no plan yet
+        if self._has_transfers():  # offers of one that has ended no plan yet, of which the other side does not know
             ends_ns = store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS
             self._run_while(self._has_transfers, self.clock.now + ends_ns)
             self._run_until(self.clock.now + 1 * SECOND)
 
     def _has_transfers(self) -> bool:
         links = (node.machine.link for node in self.instances)
-        return any(link.exchange.transfers_open for link in links if link is not None)
+        exchanges = [link.exchange for link in links if link is not None]
+        return any(exchange.transfers_open for exchange in [*exchanges, *(s.machine.kv.exchange for s in self.stores)])
 
     def _run_until(self, end_ns: int) -> None:
         self._run_while(lambda: True, end_ns)
