@@ -14,11 +14,12 @@ import httpx
 from api_world import TinyModel, says
 from fake_engine import FakeEngine
 from memserve.api.app import create_app
-from memserve.api.front import ModelAdmin, ModelFront, ModelPart, ServerKeys
+from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.limits import Edge
 from memserve.api.http.server import Server, bind
 from memserve.api.metrics.http import ApiMetrics
+from memserve.api.model_table import ModelPart, ModelTable
 from memserve.api.sleeping import ModelSleep
 from memserve.base.errors import UserError
 from memserve.system.secrets import Followed
@@ -84,7 +85,9 @@ def running_front(
     parts[1] = dataclasses.replace(parts[1], sleep=ModelSleep("two", None, host.instances.append))
     admin = ModelAdmin(host, Followed.of_constant(admin_key)) if admin_key else None
     keys = ServerKeys(options.get("api_keys", ()), options.get("metrics_keys", ()))
-    front = ModelFront(parts, edge, keys=keys, config=options.get("config"), batches_folder=folder, admin=admin)
+    front = ModelFront(
+        ModelTable(parts), edge, keys=keys, config=options.get("config"), batches_folder=folder, admin=admin
+    )
     listener, ready = bind("127.0.0.1", 0), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = Server(front, drain_s=5.0, on_ready=ready.set)

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import zmq
@@ -130,6 +130,9 @@ class FleetHost:
         self.owner_url: str | None = None
         #: called with the engines that there are to be, when one has joined or leaves
         self.on_engines_changed: Callable[[Sequence[EngineSpec]], None] = lambda specs: None
+        #: what this server calls a model of its own that would be asked by this name, in the place of an engine's
+        self.find_own: Callable[[str], str | None] = lambda name: None
+        self._hidden = set[tuple[str, str]]()
 
     @property
     def engine_key(self) -> str | None:
@@ -197,6 +200,24 @@ class FleetHost:
             self._timer.cancel()
         if self._context is not None:
             self._context.destroy(linger=0)
+
+    # -- models
+
+    def engines_by_model(self) -> dict[str, list[str]]:
+        """Every model that is asked of an engine, with the engines that have it and take requests."""
+        by_model = self.machine.engines_by_model()
+        return {name: engines for name, engines in by_model.items() if self.find_own(name) is None}
+
+    def _note_hidden(self, engine: str, models: Iterable[str]) -> None:
+        """Say once of each model of ``engine`` that it is not asked for."""
+        for model in models:
+            own_name = self.find_own(model)
+            if own_name is not None and (engine, model) not in self._hidden:
+                self._hidden.add((engine, model))
+                text = (
+                    "engine %s has a model %s, and this server its own, %s: that one answers, the engine's is not asked"
+                )
+                log.warning(text, engine, model, own_name)
 
     # -- requests
 
@@ -276,6 +297,7 @@ class FleetHost:
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
             self.post_event(EngineAnswered(spec.name, report))
+            self._note_hidden(spec.name, report.models)
 
     async def _read_report(self, spec: EngineSpec) -> EngineReport:
         status, _ = await self.fetch_page(spec, "GET", "/health", b"", LOOK_S)

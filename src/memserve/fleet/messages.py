@@ -117,6 +117,11 @@ class FleetOptions:
             hint = "give one server role=prefill and one role=decode, or leave role= out"
             raise UserError("a role without its counterpart", hint=hint, param="engines")
 
+    @property
+    def are_given(self) -> bool:
+        """Whether there are engines, or may be."""
+        return bool(self.engines) or self.admin_key_file is not None
+
     def read_specs(self) -> list[EngineSpec]:
         """The servers. Raises :class:`UserError` for one that is malformed."""
         return [read_engine(text) for text in self.engines]

@@ -126,6 +126,7 @@ def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]
     return entry | {"story": [{"fact": fact, "value": value} for fact, value in facts.items()]}
 
 
+RELAYED_PATHS = ("/v1/completions", "/v1/chat/completions")
 TOKENIZE_S = 1.0
 """How long an engine has to tokenize a prompt; without its tokens the prompt's text is compared."""
 TEXT_BYTES_MAX = 4 * MIB
@@ -226,7 +227,7 @@ class Relay:
         return PromptArrived(request, model, space, may_split(fields))
 
     def _requested_model(self, fields: RequestFields) -> str:
-        models = self._host.machine.engines_by_model()
+        models = self._host.engines_by_model()
         if not models:
             raise no_engine()
         name: str | None = _read_field(fields, "model", str)

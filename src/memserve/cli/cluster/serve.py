@@ -18,6 +18,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
+from memserve.cli.cluster.beside import with_engines_file
 from memserve.cli.cluster.fleet import run_fleet
 from memserve.cli.cluster.http import (
     Served,
@@ -85,13 +86,14 @@ def serve(
     fleet: FleetOptions,
     placement: PlacementOptions,
 ) -> None:
-    """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
+    """Serve models over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    _check_shape(engine, routers, placement, standalone=in_process, engines=bool(fleet.engines))
-    http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
-    if fleet.engines or fleet.admin_key_file is not None:
-        shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+    _check_shape(engine, routers, placement, standalone=in_process, engines=fleet.are_given and not model)
+    beside = opt.EnginesBeside(fleet, cluster) if fleet.are_given else None
+    http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api, beside)
+    shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+    if fleet.are_given and not model:
         has_instances = in_process or any(option is not None for option in shape_options)
         run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
@@ -99,8 +101,7 @@ def serve(
     if in_process:
         refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
-        cluster_options = (prefill, decode, colocated, cluster_port, placement.used_option)
-        run_server(_standalone_options(models[0].engine, cluster.admission, *cluster_options), http, None)
+        run_server(_standalone_options(models[0].engine, cluster.admission, *shape_options), http, None)
         return
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
     needs_secret = cluster_port is not None or any(map(has_store, models))
@@ -181,6 +182,8 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         reads(ServeArguments(engine_options, http, cluster))
         return
     if cluster is not None and cluster.placement.remote_place is not None:
+        if http.beside is not None:
+            raise UserError("on Ray, --model has no engines beside it", hint="leave out --engine, or --on", param="on")
         from memserve.cli.cluster.ray import run_on_ray
 
         run_on_ray(engine_options, http, cluster)
@@ -188,11 +191,12 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     started = time.perf_counter()
     adapters = read_adapters(engine_options.lora)
     is_shared = cluster is not None and cluster.routers > 1
-    with listening(http, is_shared=is_shared) as listener, ExitStack() as open_sockets:
+    with listening(http, is_shared=is_shared) as listener, ExitStack() as stack:
         listeners = [listener]
         print_lines(f"loading {engine_options.model} ...")
         if cluster is not None and is_shared:
-            listeners.append(open_sockets.enter_context(own_listener(http.server.host, listener)))
+            http = stack.enter_context(with_engines_file(http, cluster.metadata.folder, is_shared=True))
+            listeners.append(stack.enter_context(own_listener(http.server.host, listener)))
             model = EngineOptions(model=engine_options.model, lora=engine_options.lora)
             cluster = dataclasses.replace(cluster, followers=followers_at(listeners, http, model, cluster.config))
         log_level = http.server.log_level
