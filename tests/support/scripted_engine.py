@@ -71,6 +71,8 @@ class ScriptedEngine:
     tokens: Callable[[dict[str, Any]], list[int]] | None = None
     asked: list[Asked] = field(default_factory=list)
     """Requests for answers."""
+    looks: int = 0
+    """How often it was asked for its models."""
 
     @property
     def name(self) -> str:
@@ -95,6 +97,7 @@ class ScriptedEngine:
         if asked.path == "/health":
             await self.health(asked, writer) if self.health is not None else writer.write(whole(200, b""))
         elif asked.path == "/v1/models":
+            self.looks += 1
             cards = [{"id": name, "object": "model", "root": name} for name in self.models]
             writer.write(whole(200, json.dumps({"data": cards}).encode()))
         elif asked.path == "/metrics":
