@@ -161,13 +161,11 @@ def test_keys_and_bodies_have_the_servers_limits(engines: list[ScriptedEngine]) 
 
 def test_a_batch_asks_an_engine_as_well(engines: list[ScriptedEngine], tmp_path: Path) -> None:
     with running_front(tmp_path, specs=[spec_of(engines[0])]) as front:
-        names = ["one", "scripted", "three"]
+        bodies = {name: {"model": name, "prompt": "hello"} for name in ("one", "scripted", "three")}
         lines = [
-            json.dumps({
-                "custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": name, "prompt": "hello"},
-            })
-            for name in names
-        ]  # fmt: skip
+            json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body})
+            for name, body in bodies.items()
+        ]
         client = openai.OpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0)
         file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")

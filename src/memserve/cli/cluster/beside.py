@@ -11,6 +11,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,14 +84,21 @@ def key_of(path: str | None) -> Followed[str] | None:
 def tell_engines(host: FleetHost, file: Path) -> None:
     """Write which engines ``host`` has into ``file``, now and whenever one joins or leaves."""
 
-    def write_engines(specs: Sequence[EngineSpec]) -> None:
-        try:
-            write_private(file, "".join(f"{spec.text}\n" for spec in specs))
-        except OSError as error:
-            log.error("the other routers do not hear which engines there are: %s", error)
+    _write_engines(file, list(host.specs.values()))
+    host.on_engines_changed = partial(_write_engines, file)
 
-    write_engines(list(host.specs.values()))
-    host.on_engines_changed = write_engines
+
+def _write_engines(file: Path, specs: Sequence[EngineSpec]) -> None:
+    try:
+        write_private(file, "".join(f"{spec.text}\n" for spec in specs))
+    except OSError as error:
+        log.error("the other routers do not hear which engines there are: %s", error)
+
+
+def write_engines_of(http: HttpOptions) -> None:
+    """Write which engines there are at the start, before other routers look."""
+    if http.beside is not None and http.beside.file is not None:
+        _write_engines(http.beside.file, http.beside.fleet.read_specs())
 
 
 def read_engines_file(file: Path) -> tuple[EngineSpec, ...]:

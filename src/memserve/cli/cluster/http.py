@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from memserve.base.errors import UserError
 from memserve.base.options import command_line_of
 from memserve.base.types import AS_COMPUTED
 from memserve.cli import flags as opt
-from memserve.cli.cluster.beside import engine_lines, follower_words, open_beside
+from memserve.cli.cluster.beside import engine_lines, follower_words, open_beside, write_engines_of
 from memserve.cli.output import print_lines
 from memserve.model.loading.lora import Adapter
 from memserve.system.process import EndRequested, on_ending_signals, signals_raise
@@ -80,7 +81,7 @@ def followers_at(listeners: Sequence[socket.socket], http: opt.HttpOptions, *par
     words = [word for config in configs for word in command_line_of(config)]
     owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
     keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
-    return Followers((*owner, *tls, *words, *follower_words(http)), keys)
+    return Followers((*owner, *tls, *words, *follower_words(http)), keys, partial(write_engines_of, http))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
