@@ -200,15 +200,17 @@ class ModelFront:
         return True
 
     async def _ask_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The first model that knows the id answers; if none does, the last one says so."""
+        """The first model that knows the id answers; if none does, the last own one says so."""
         body, receive = await _read_body(scope, receive, self._edge)
-        *first, last = self.table.applications()
-        for app in first:
+        refusal = _HeldAnswer(send)
+        for app in self.table.applications():
             answer = _HeldAnswer(send)
             await app(dict(scope), _replay(body, receive), answer.send)
             if not answer.is_unknown:
                 return
-        await last(scope, _replay(body, receive), send)
+            refusal = answer if app is self.table.parts[-1].app else refusal
+        for message in refusal.messages:
+            await send(message)
 
     async def _answer_line(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A line of a batch, which names its model."""
@@ -388,16 +390,19 @@ def _send_waking(send: Send, waited_s: float) -> Send:
 
 
 class _HeldAnswer:
-    """Passes an answer on, unless it says that nothing of that name is known."""
+    """Passes an answer on, unless it says that nothing of that name is known: that is held."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.is_unknown = send, False
+        self.messages: list[Message] = []
 
     async def send(self, message: Message) -> None:
         """As of ASGI."""
         if message["type"] == "http.response.start" and message["status"] == 404:
             self.is_unknown = True
-        if not self.is_unknown:
+        if self.is_unknown:
+            self.messages.append(message)
+        else:
             await self._send(message)
 
 

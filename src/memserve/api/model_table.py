@@ -120,10 +120,9 @@ class ModelTable:
         return model_not_found(name, ", ".join(self.names()))
 
     def applications(self) -> list[Application]:
-        """Of all: one that is asked for an id in turn, and the last one says that none knows it."""
+        """Of all, own models first."""
         relayed = [self.relayed.app] if self.relayed is not None else []
-        *first, last = (part.app for part in self.parts)
-        return [*first, *relayed, last]
+        return [part.app for part in self.parts] + relayed
 
     def hubs(self) -> list[Calls]:
         """The requests of each."""

@@ -67,7 +67,7 @@ class EngineRoutes:
         return [
             Route("/engines", self.list_engines, methods=["GET"]),
             Route("/engines", self.join_engine, methods=["POST"]),
-            Route("/engines/{name}", self.remove_engine, methods=["DELETE"]),
+            Route("/engines/{name:path}", self.remove_engine, methods=["DELETE"]),
         ]
 
     def _check_key(self, request: Request) -> None:
@@ -310,6 +310,7 @@ def create_fleet_app(
     relayed = [Route(path, relay, methods=["POST"]) for path in RELAYED_PATHS]
     routes = [
         *relayed,
+        Route("/v1/responses/{name:path}", relay.find_response, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", pages.list_models),
         Route("/v1/models/{name:path}", pages.show_model),
         Route("/health", pages.show_health),

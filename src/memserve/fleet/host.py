@@ -10,6 +10,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 import zmq
@@ -64,6 +66,8 @@ _METRICS = {
     EngineKind.VLLM: ("vllm:num_requests_running", "vllm:num_requests_waiting",
                       ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
     EngineKind.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", ("sglang:token_usage",)),
+    EngineKind.LLAMACPP: ("llamacpp:requests_processing", "llamacpp:requests_deferred",
+                          ("llamacpp:kv_cache_usage_ratio",)),
 }  # fmt: skip
 """Running, waiting, and the share of KV memory in use, by newer and older names."""
 
@@ -76,8 +80,10 @@ class Ticket:
         self._decisions: asyncio.Queue[Decision | None] = asyncio.Queue()
         #: why it needs no answer any more: its client left, or the server ends; ``None``: it does
         self.end_error: Exception | None = None
-        #: the attempt that is under way
-        self.call: HttpCall | None = None
+        #: the attempt that is under way, and that of the engine that computes its prompt at the same time; by engine
+        self.calls: dict[str, HttpCall] = {}
+        #: what waits for them besides the request itself
+        self.tasks: list[asyncio.Task[Any]] = []
 
     async def next_decision(self) -> Decision:
         """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end_request` was
@@ -94,11 +100,27 @@ class Ticket:
         """Wait for nothing any more, because of ``error``."""
         self.end_error = self.end_error or error
         self._decisions.put_nowait(None)
-        self.abort_attempt(str(error))
+        for call in self.calls.values():
+            call.abort_call(str(error))
 
-    def abort_attempt(self, reason: str) -> None:
-        if self.call is not None:
-            self.call.abort_call(reason)
+    def abort_attempt(self, engine: str, reason: str) -> None:
+        if engine in self.calls:
+            self.calls[engine].abort_call(reason)
+
+    def close_calls(self) -> None:
+        """Give up what is under way."""
+        for task in self.tasks:
+            task.cancel()
+            task.add_done_callback(_drop_result)
+        for call in self.calls.values():
+            call.close()
+        self.calls.clear()
+        self.tasks.clear()
+
+
+def _drop_result(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class FleetHost:
@@ -263,7 +285,7 @@ class FleetHost:
         if ticket is None:
             return
         if isinstance(action, Abort):
-            ticket.abort_attempt(action.reason)
+            ticket.abort_attempt(action.engine, action.reason)
         else:
             ticket.put_decision(action)
 
@@ -280,7 +302,7 @@ class FleetHost:
 
     async def _poll_regularly(self, spec: EngineSpec) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S * (2 if spec.kind is EngineKind.OPENAI else 1))
             await self._poll_engine(spec)
 
     async def _poll_engine(self, spec: EngineSpec) -> None:
@@ -292,26 +314,43 @@ class FleetHost:
         if self.specs.get(spec.name) is not spec:
             return
         if isinstance(report, HttpFault):
-            calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
-            last_seen_ns = max((call.last_seen_ns for call in calls if call.url == spec.url), default=0)
+            calls = [call for ticket in self._tickets.values() if (call := ticket.calls.get(spec.name)) is not None]
+            last_seen_ns = max((call.last_seen_ns for call in calls), default=0)
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
             self.post_event(EngineAnswered(spec.name, report))
             self._note_hidden(spec.name, report.models)
 
     async def _read_report(self, spec: EngineSpec) -> EngineReport:
-        status, _ = await self.fetch_page(spec, "GET", "/health", b"", LOOK_S)
-        if status != 200:
-            raise HttpFault(f"its /health says {status}", refuses=True)
-        status, body = await self.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
-        if status != 200:
-            raise HttpFault(f"its /v1/models says {status}", refuses=True)
-        models = models_of(body)
+        if spec.kind is not EngineKind.OPENAI:  # of which nothing but its models is known
+            await self._read_page(spec, "/health")
+        models = models_of(await self._read_page(spec, "/v1/models"))
         try:
+            if spec.kind is EngineKind.OPENAI:
+                return EngineReport(models)
+            if spec.kind is EngineKind.LLAMACPP:
+                return await self._read_slots(spec, models)
             status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
         except HttpFault:  # what it says about its load is of use, but not needed
             return EngineReport(models)
         return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
+
+    async def _read_slots(self, spec: EngineSpec, models: dict[str, str]) -> EngineReport:
+        """Of llama.cpp: from its metrics where it shows them (``--metrics``), else from its slots."""
+        status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
+        report = report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
+        if report.running is None:
+            status, body = await self.fetch_page(spec, "GET", "/slots", b"", LOOK_S)
+            report = replace(report, running=busy_slots(body) if status == 200 else None)
+        status, body = await self.fetch_page(spec, "GET", "/props", b"", LOOK_S)
+        return replace(report, kv_tokens=slot_tokens(body) if status == 200 else 0)
+
+    async def _read_page(self, spec: EngineSpec, path: str) -> bytes:
+        """Raises :class:`HttpFault` for a page without which it cannot be used."""
+        status, body = await self.fetch_page(spec, "GET", path, b"", LOOK_S)
+        if status != 200:
+            raise HttpFault(f"its {path} says {status}", refuses=True)
+        return body
 
     async def fetch_page(
         self, spec: EngineSpec, method: str, path: str, body: bytes, deadline_s: float
@@ -323,7 +362,7 @@ class FleetHost:
         call = HttpCall(spec.url)
         try:
             async with asyncio.timeout(deadline_s):
-                await call.send_request(method, path, headers, body, deadline_s)
+                await call.send_request(method, spec.base_path + path, headers, body, deadline_s)
                 return call.status, await call.read_body(PAGE_BYTES_MAX, deadline_s)
         except TimeoutError:
             raise HttpFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
@@ -418,6 +457,36 @@ def report_of(kind: EngineKind, models: dict[str, str], page: str) -> EngineRepo
         kv_tokens or int(sum(samples.get("sglang:max_total_num_tokens", []))),
         max(samples.get("process_start_time_seconds", [0.0])),
     )
+
+
+class _Slot(msgspec.Struct):
+    is_processing: bool = False
+
+
+class _Settings(msgspec.Struct):
+    n_ctx: int = 0
+
+
+class _Props(msgspec.Struct):
+    total_slots: int = 0
+    default_generation_settings: _Settings = msgspec.field(default_factory=_Settings)
+
+
+def busy_slots(body: bytes) -> int | None:
+    """llama.cpp's ``/slots``: how many compute. None: it says something else."""
+    try:
+        return sum(slot.is_processing for slot in msgspec.json.decode(body, type=list[_Slot]))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def slot_tokens(body: bytes) -> int:
+    """llama.cpp's ``/props``: tokens that all its slots hold. 0: it does not say."""
+    try:
+        props = msgspec.json.decode(body, type=_Props)
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    return max(0, props.total_slots * props.default_generation_settings.n_ctx)
 
 
 def _cache_tokens(labels: dict[str, str]) -> int:
