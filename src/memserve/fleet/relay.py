@@ -383,10 +383,10 @@ def events_of(scope: Scope) -> EventForm:
 def refuse_keys(scope: Scope) -> None:
     """Raise :class:`ApiError` 400 for an ``Idempotency-Key``: engines keep no answers, and what is asked for again
     would be computed again."""
-    name = next((name for name in (KEY_HEADER, EVENT_HEADER) if header(scope, name.encode()) is not None), None)
-    if name is not None:
-        message = "engines of --engine keep no answers, and a request that comes again is computed again"
-        raise bad_request(f"{name.title()} is not for this model: {message}", name, "unsupported_parameter")
+    for name, title in ((KEY_HEADER, "Idempotency-Key"), (EVENT_HEADER, "Last-Event-ID")):
+        if header(scope, name.encode()) is not None:
+            message = "engines of --engine keep no answers, and a request that comes again is computed again"
+            raise bad_request(f"{title} is not for this model: {message}", name, "unsupported_parameter")
 
 
 def refuse_stored(scope: Scope, fields: RequestFields) -> None:
