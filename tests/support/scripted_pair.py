@@ -1,4 +1,4 @@
-"""Scripted servers of SGLang with roles, which check the protocol: who meets whom in which room, and what each is sent.
+"""Scripted servers of SGLang with roles, which check the protocol: which two meet in a room, and what each is sent.
 
 A prefill server that is sent a request "computes" it and opens its rooms at its bootstrap port. A decode server goes to
 the rooms that its request names, waits until they are open, and answers: with rooms of another request, or none, it

@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ports import listening_sockets
+from memserve.cli.cluster.beside import ENGINES
+from ports import free_port, listening_sockets
 from router_kills import Killed
 from scripted_engine import DONE, EVENTS, STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, well
 from served_cluster import Server
@@ -36,7 +37,7 @@ def engines() -> Iterator[list[ScriptedEngine]]:
 def key(tmp_path: Path) -> Path:
     file = tmp_path / "key"
     file.touch(0o600)
-    file.write_text("operators-key\n")
+    file.write_text("operators-key-0123456789\n")
     return file
 
 
@@ -135,11 +136,24 @@ def test_an_engine_in_this_process_and_one_beside(engines: list[ScriptedEngine],
         end(server)
 
 
-def test_instances_beside_engines_need_a_model(capfd: pytest.CaptureFixture[str]) -> None:
-    from memserve.cli.main import run
-
-    assert run(["serve", "--port", "0", "--engine", "vllm=http://127.0.0.1:1", "--colocated", "1"]) == 1
-    assert "they need a model" in capfd.readouterr().err
+def test_a_router_of_its_own_has_engines(engines: list[ScriptedEngine], key: Path, tmp_path: Path) -> None:
+    """`memserve router` beside an owner without any: they are its own."""
+    own, port, cluster_port = Own(tmp_path), free_port(), free_port()
+    shared = ("--cluster-secret-file", str(key))
+    server = Server(own.path, "--colocated", "1", "--cluster-port", str(cluster_port), "--metadata", "none", *shared)
+    words = ("--join", f"127.0.0.1:{cluster_port}", "--port", str(port), "--model", str(own.path))
+    command = [sys.executable, "-m", "memserve", "router", *words, *shared, "--engine", f"vllm={engines[0].url}"]
+    router = subprocess.Popen([*command, "--engine-admin-key-file", str(key)])
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        eventually(lambda: listening_sockets(url) == 1)
+        own.check(url, None, 1)
+        assert ask_engine(url).status_code == 200 and ask_engine(server.url).status_code == 404
+        assert "has joined" in run_engine(url, key, "join", f"vllm={engines[1].url}")
+    finally:
+        router.terminate()
+        assert router.wait(60) == 0
+        end(server)
 
 
 class Held:
@@ -206,6 +220,7 @@ def test_a_killed_router_loses_its_own_streams(
         assert "has joined" in run_engine(url, key, "join", f"vllm={second.url}")
         second.models = ["second"]
         eventually(lambda: all("second" in names_at(url) for _ in range(8)))
+        assert (tmp_path / "state" / ENGINES).read_text() == f"vllm={first.url}\nvllm={second.url}\n"
         os.kill(killed.server.process.pid, signal.SIGKILL)
         killed.server.process.wait()
         assert ask_engine(url).status_code == 200, "the router that is left answers"
