@@ -23,6 +23,8 @@ _ELSEWHERE = (404, 408, 425, 429)
 """Client errors that another engine may not make. All other ones are the client's own."""
 _FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 DONE = b"[DONE]"
+_ODD_DATA = (DONE, b"null")
+"""llama.cpp begins a stream for several prompts with ``null``."""
 _encode = msgspec.json.encode
 
 
@@ -164,7 +166,7 @@ def _check_events(block: bytes, events: EventForm) -> bool:
             raise HttpFault("its stream is no stream of events")
         if line.startswith(b"data:"):
             data = line[5:].strip()
-            if data != DONE and not (data.startswith(b"{") and data.endswith(b"}")):
+            if data not in _ODD_DATA and not (data.startswith(b"{") and data.endswith(b"}")):
                 raise HttpFault("an event of its stream is no JSON object")
             is_done = events.is_last(data) or is_done
     return is_done

@@ -13,7 +13,7 @@ from fleet_server import fleet_server
 from memserve.base.errors import UserError
 from memserve.fleet.host import busy_slots, slot_tokens
 from memserve.fleet.messages import EngineKind, read_engine
-from scripted_engine import ANSWER, DONE, EVENTS, Asked, ScriptedEngine, scripted_engines, whole
+from scripted_engine import ANSWER, DONE, EVENTS, STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, whole
 from waiting import eventually
 
 NOT_SHOWN = 501, b'{"error":{"code":501,"message":"This server does not support metrics endpoint."}}'
@@ -72,6 +72,18 @@ def test_llamacpp_that_loads_gets_nothing(engine: ScriptedEngine) -> None:
         del engine.pages["/health"]
         eventually(lambda: server.host.machine.engine_views()[0].up)
         assert server.post().content == ANSWER
+
+
+def test_llamacpp_begins_some_streams_with_null(engine: ScriptedEngine) -> None:
+    """Those for several prompts (bench/fleet_llamacpp.py)."""
+    events = [b"data: null\n\n", *EVENTS, DONE]
+
+    async def script(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")
+
+    engine.script = script
+    with fleet_server([read_engine(f"llamacpp={engine.url}")]) as server:
+        assert server.post(prompt=["a", "b"], stream=True).content == b"".join(events)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"a": 1}', b'[{"is_processing": 3}]', b"[" * 100_000])
