@@ -102,11 +102,9 @@ def write_engines_of(http: HttpOptions) -> None:
 
 
 def read_engines_file(file: Path) -> tuple[EngineSpec, ...]:
-    """What :func:`tell_engines` has written; none while it has not. Raises :class:`UserError`."""
+    """What :func:`tell_engines` has written. Raises :class:`UserError` where the file cannot be read."""
     try:
         return tuple(read_engine(line) for line in file.read_text(encoding="utf-8").splitlines())
-    except FileNotFoundError:
-        return ()
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
 

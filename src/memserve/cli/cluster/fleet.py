@@ -142,7 +142,9 @@ app = typer.Typer(
 
 @app.command()
 def join(
-    engine: Annotated[str, typer.Argument(help="vllm=http://HOST:PORT[,events=...][,replay=...], or sglang=...")],
+    engine: Annotated[
+        str, typer.Argument(help="vllm=http://HOST:PORT[,events=...][,replay=...], or another one, as --engine has it.")
+    ],
     *,
     engine_admin_key_file: KeyFile,
     router: Router = DEFAULT_ROUTER,
@@ -155,7 +157,7 @@ def join(
 
 @app.command()
 def leave(
-    name: Annotated[str, typer.Argument(help="HOST:PORT of the server.")],
+    name: Annotated[str, typer.Argument(help="HOST:PORT of the server, with its base if it has one.")],
     *,
     engine_admin_key_file: KeyFile,
     router: Router = DEFAULT_ROUTER,
