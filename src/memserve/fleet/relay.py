@@ -23,25 +23,29 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
+from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, Headers, HttpCall, HttpFault
 from memserve.api.http.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
-from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body, wait_for_disconnect
+from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, header, json_body, wait_for_disconnect
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.endpoints import EXPLAIN_HEADER, wants_explanation
+from memserve.api.openai.response.idempotency import EVENT_HEADER, KEY_HEADER
 from memserve.api.ui.timelines import FORWARDED_KEY
 from memserve.base.types import VOCAB_MAX, Request, StopParams, TokenArray
 from memserve.base.units import MIB
+from memserve.fleet.answers import ANSWER_BYTES_MAX, EngineAnswer, EventForm, ResponseEvents
+from memserve.fleet.engine_client import LOOK_S
 from memserve.fleet.host import FleetHost, Ticket
 from memserve.fleet.messages import (
     AnswerBegan,
@@ -53,6 +57,7 @@ from memserve.fleet.messages import (
     PromptComputed,
     PromptSpace,
 )
+from memserve.fleet.pairs import CallRequest, PartnerFault, paired_body, paired_headers
 from memserve.host.engine import rejection_of
 
 _ASKS = {
@@ -105,6 +110,7 @@ def explanation(decision: ForwardRequest, failed: Mapping[str, str]) -> tuple[by
     """The header, with a JSON object in ASCII. ``failed``: why each engine that was tried before gave no answer."""
     details = {
         "engine": decision.engine,
+        **({"computed_by": decision.computed_by} if decision.computed_by else {}),
         "reason": decision.reason,
         "compared_by": decision.space,
         "prompt_tokens": decision.prompt_tokens,
@@ -116,9 +122,9 @@ def explanation(decision: ForwardRequest, failed: Mapping[str, str]) -> tuple[by
 
 def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:
     """A decision, for a timeline. Counts of tokens only where the prompt was compared by its tokens."""
-    entry: dict[str, Any] = {"instances": [decision.engine]}
     if not isinstance(decision, ForwardRequest):
-        return entry
+        return {"instances": [decision.engine]}
+    entry: dict[str, Any] = {"instances": [*filter(None, [decision.computed_by]), decision.engine]}
     if decision.space is PromptSpace.TOKENS:
         entry |= {"prompt_tokens": decision.prompt_tokens, "cached_tokens": decision.matched_tokens}
     facts = {"reason": decision.reason, "compared_by": decision.space.value}
@@ -126,21 +132,18 @@ def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]
     return entry | {"story": [{"fact": fact, "value": value} for fact, value in facts.items()]}
 
 
+_RESPONSES = "/v1/responses"
+RELAYED_PATHS = ("/v1/completions", "/v1/chat/completions", _RESPONSES)
 TOKENIZE_S = 1.0
 """How long an engine has to tokenize a prompt; without its tokens the prompt's text is compared."""
 TEXT_BYTES_MAX = 4 * MIB
-ANSWER_BYTES_MAX = 64 * MIB
-EVENT_BYTES_MAX = 4 * MIB
 OUTPUT_TOKENS_USUAL = 256
-_ELSEWHERE = (404, 408, 425, 429)
-"""Client errors that another engine may not make. All other ones are the client's own."""
 _NOT_ENGINES = frozenset((b"authorization", b"x-request-id", b"cookie"))
 """Of a client, and not for engines of others."""
 _FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
                "continue_final_message", "chat_template", "reasoning_effort")  # fmt: skip
 _FOR_TEMPLATE = ("reasoning_effort", "documents")
-_FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
-_DONE = b"[DONE]"
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 RequestFields = dict[str, msgspec.Raw]
 
 
@@ -162,8 +165,9 @@ def _read_field(fields: RequestFields, name: str, kind: type[Any]) -> Any | None
 
 def text_numbers(fields: RequestFields) -> TokenArray:
     """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
-    prompt = fields.get("messages", fields.get("prompt", msgspec.Raw(b"")))
-    text = (bytes(fields.get("tools", b"")) + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
+    prompt = next((fields[name] for name in ("messages", "prompt", "input") if name in fields), b"")
+    before = bytes(fields.get("tools", b"")) + bytes(fields.get("instructions", b""))
+    text = (before + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
     numbers = np.frombuffer(text[: len(text) // 4 * 4], np.int32) & np.int32(VOCAB_MAX - 1)
     return numbers if len(numbers) else np.zeros(1, np.int32)
 
@@ -190,30 +194,36 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.draining:
             raise shutting_down()
+        refuse_keys(scope)
         async with contextlib.AsyncExitStack() as stack:
             body = await stack.enter_async_context(json_body(scope, receive, self._edge))
             fields = read_fields(body)
+            if scope["path"] == _RESPONSES:
+                refuse_stored(scope, fields)
             ticket = self._host.submit_prompt(await self._read_prompt(scope, fields))
             watcher = asyncio.create_task(_end_on_disconnect(ticket, receive))
             is_cut = False
             try:
-                answer = await self._first_answer(ticket, scope, body, _read_field(fields, "stream", bool) or False)
+                is_stream = _read_field(fields, "stream", bool) or False
+                answer = await self._first_answer(ticket, scope, body, events_of(scope) if is_stream else None)
                 self._host.post_event(AnswerBegan(ticket.request_id))
                 del body, fields
                 await stack.aclose()  # the body must not stay in memory while the answer is sent
                 is_cut = await answer.send_to_client(ticket, send)
             finally:
                 watcher.cancel()
-                if ticket.call is not None:
-                    ticket.call.close()
+                ticket.close_calls()
                 self._host.finish_request(ticket, is_cut=is_cut)
 
     # -- what is asked
 
     async def _read_prompt(self, scope: Scope, fields: RequestFields) -> PromptArrived:
-        model = self._requested_model(fields)
-        space, tokens = await self._prompt_numbers(fields, model)
-        most = _read_field(fields, "max_completion_tokens", int) or _read_field(fields, "max_tokens", int)
+        model, is_response = self._requested_model(fields), scope["path"] == _RESPONSES
+        if is_response:  # no engine tokenizes them: it builds their prompts itself
+            space, tokens = PromptSpace.TEXT, text_numbers(fields)
+        else:
+            space, tokens = await self._prompt_numbers(fields, model)
+        most = next((limit for name in _LIMITS if (limit := _read_field(fields, name, int))), None)
         salt = _read_field(fields, "cache_salt", str)
         request = Request(
             uuid.uuid4().hex,
@@ -223,10 +233,10 @@ class Relay:
             tenant=scope[TENANT_KEY],
             salt=blake2b(salt.encode(), digest_size=16).hexdigest() if salt else "",
         )
-        return PromptArrived(request, model, space, may_split(fields))
+        return PromptArrived(request, model, space, may_split(fields) and not is_response)
 
     def _requested_model(self, fields: RequestFields) -> str:
-        models = self._host.machine.engines_by_model()
+        models = self._host.engines_by_model()
         if not models:
             raise no_engine()
         name: str | None = _read_field(fields, "model", str)
@@ -271,39 +281,72 @@ class Relay:
 
     # -- answering
 
-    async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, stream: bool) -> _Answer:
-        """The first answer that an engine gives. Raises :class:`ApiError` when none does."""
+    async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, events: EventForm | None) -> EngineAnswer:
+        """The first answer that an engine gives. ``events``: of the stream that is asked for. Raises :class:`ApiError`
+        when none does."""
         headers, failures = self._forwarded_headers(scope), dict[str, str]()
         while True:
             decision = await ticket.next_decision()
             if isinstance(decision, GiveUp):
-                raise give_up_error(decision)
+                raise give_up_error(decision, scope["path"])
             if not isinstance(decision, ForwardRequest | Prefill):
                 self._metrics.rejected.value += 1
                 raise rejected(rejection_of(decision))
-            ticket.call = HttpCall(self._host.specs[decision.engine].url)
-            is_answer = isinstance(decision, ForwardRequest)
             scope[FORWARDED_KEY] = partial(timeline_entry, decision, failures)
             try:
-                sent_body = body if is_answer else prefill_body(body)
-                await ticket.call.send_request("POST", scope["path"], headers, sent_body, self._silence_s)
-                answer = await _answer_of(ticket.call, stream and is_answer, self._silence_s)
                 if isinstance(decision, ForwardRequest):
+                    answer = await self._ask_engines(ticket, decision, scope["path"], headers, body, events)
                     answer.headers += [explanation(decision, failures)] if wants_explanation(scope) else []
                     return answer
-                ticket.call.close()
+                request = CallRequest(scope["path"], headers, prefill_body(body), self._silence_s)
+                answer = await request.ask_engine(ticket, self._host.specs[decision.engine], None)
+                ticket.close_calls()
                 if answer.status == 200:
                     body = answering_body(body, answer.first)
                 self._host.post_event(PromptComputed(ticket.request_id))
             except HttpFault as fault:
-                ticket.call.close()
-                failures[decision.engine] = fault.reason
-                if ticket.end_error is not None:
-                    raise ticket.end_error from None
-                failed = AttemptFailed(
-                    ticket.request_id, fault.reason, fault.status, fault.retry_after_s, fault.refuses
-                )
-                self._host.post_event(failed)
+                ticket.close_calls()
+                self._host.post_event(_failure_of(ticket, decision, fault, failures))
+
+    async def _ask_engines(
+        self, ticket: Ticket, decision: ForwardRequest, path: str, headers: Headers, body: bytes,
+        events: EventForm | None,
+    ) -> EngineAnswer:  # fmt: skip
+        """The engine's answer; of a pair, both are asked. Raises :class:`HttpFault`, and :class:`PartnerFault` where
+        the prompt was not computed."""
+        engine = self._host.specs[decision.engine]
+        if not decision.computed_by:
+            return await CallRequest(path, headers, body, self._silence_s).ask_engine(ticket, engine, events)
+        partner = self._host.specs[decision.computed_by]
+        request = CallRequest(path, paired_headers(headers), paired_body(body, partner), self._silence_s)
+        on_computed = partial(self._host.post_event, PromptComputed(ticket.request_id))
+        return await request.ask_pair(ticket, engine, partner, events, on_computed)
+
+    async def find_response(self, request: HttpRequest) -> Response:
+        """``/v1/responses/{id}``, and what lies below it: as the first engine answers that knows it."""
+        scope, path = request.scope, request.scope["path"]
+        if scope[TENANT_KEY]:
+            raise response_not_found(path, "those of engines are not kept by key: ask for them whole")
+        query = scope.get("query_string", b"").decode("latin-1")
+        headers, reasons = self._forwarded_headers(scope), list[str]()
+        for view in self._host.machine.engine_views():
+            if not view.up or (spec := self._host.specs.get(view.name)) is None:
+                continue
+            call = HttpCall(spec.url)
+            try:
+                target = f"{spec.base_path}{path}{'?' if query else ''}{query}"
+                await call.send_request(request.method, target, headers, b"", LOOK_S)
+                if call.status not in (404, 405, 501):
+                    body = await call.read_body(ANSWER_BYTES_MAX, self._silence_s)
+                    answer = Response(body, call.status)
+                    answer.raw_headers += [header for header in call.headers if header[0] not in NOT_SENT_BACK]
+                    return answer
+                reasons.append(f"{view.name} does not know it")
+            except HttpFault as fault:
+                reasons.append(f"{view.name}: {fault.reason}")
+            finally:
+                call.close()
+        raise response_not_found(path, "; ".join(reasons) or "no engine takes requests")
 
     def _forwarded_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Of the client, without those of its connection; the engine's key instead of the client's."""
@@ -320,6 +363,51 @@ class _Tokens(msgspec.Struct):
     tokens: list[int]
 
 
+def _failure_of(
+    ticket: Ticket, decision: ForwardRequest | Prefill, fault: HttpFault, failures: dict[str, str]
+) -> AttemptFailed:
+    """What the machine is told of an attempt that failed, noted in ``failures`` by engine. Raises why the request
+    needs no answer any more, if it does not."""
+    if ticket.end_error is not None:
+        raise ticket.end_error from None
+    engine, is_of_partner = decision.engine, isinstance(fault, PartnerFault)
+    if is_of_partner and isinstance(decision, ForwardRequest):
+        engine = decision.computed_by
+    failures[engine] = fault.reason
+    of_call = fault.reason, fault.status, fault.retry_after_s, fault.refuses
+    return AttemptFailed(ticket.request_id, *of_call, is_of_partner)
+
+
+def events_of(scope: Scope) -> EventForm:
+    """How the stream that is asked for ends."""
+    return ResponseEvents() if scope["path"] == _RESPONSES else EventForm()
+
+
+def refuse_keys(scope: Scope) -> None:
+    """Raise :class:`ApiError` 400 for an ``Idempotency-Key``: engines keep no answers, and what is asked for again
+    would be computed again."""
+    for name, title in ((KEY_HEADER, "Idempotency-Key"), (EVENT_HEADER, "Last-Event-ID")):
+        if header(scope, name.encode()) is not None:
+            message = "engines of --engine keep no answers, and a request that comes again is computed again"
+            raise bad_request(f"{title} is not for this model: {message}", name, "unsupported_parameter")
+
+
+def refuse_stored(scope: Scope, fields: RequestFields) -> None:
+    """Raise :class:`ApiError` 400 where a response of an engine is to go on that another key's client may have made:
+    engines know no tenants."""
+    for name in ("previous_response_id", "conversation"):
+        if scope[TENANT_KEY] and bytes(fields.get(name, b"null")) != b"null":
+            message = "what engines store is not kept by key: send the whole input"
+            raise bad_request(f"{name} is not for this model: {message}", name, "unsupported_parameter")
+
+
+def response_not_found(path: str, why: str) -> ApiError:
+    """404: no engine knows a stored response."""
+    name = path.removeprefix(f"{_RESPONSES}/").partition("/")[0]
+    message = f"No response {echo(name)!r} is stored: {why}"
+    return ApiError(404, message, param="response_id", code="response_not_found")
+
+
 async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:
     await wait_for_disconnect(receive)
     ticket.end_request(ClientGone())
@@ -332,117 +420,10 @@ def no_engine() -> ApiError:
     )
 
 
-def give_up_error(action: GiveUp) -> ApiError:
-    """The error of a request that no engine could answer."""
+def give_up_error(action: GiveUp, path: str) -> ApiError:
+    """The error of a request for ``path`` that no engine could answer."""
     headers = {} if action.retry_after_s is None else {"retry-after": str(max(1, round(action.retry_after_s)))}
-    code = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "no_engine"}.get(action.status, "engine_failed")
+    unknown = "not_found" if path == _RESPONSES else "model_not_found"
+    code = {404: unknown, 429: "rate_limit_exceeded", 503: "no_engine"}.get(action.status, "engine_failed")
     kind = "rate_limit_error" if action.status == 429 else "server_error"
     return ApiError(action.status, action.reason, kind=kind, code=code, headers=headers)
-
-
-# -- answers
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An answer that has begun: nothing of it was sent yet."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    first: bytes
-    rest: AsyncIterator[bytes] | None = None
-    """The further events of a stream; ``None``: ``first`` is the whole body."""
-
-    async def send_to_client(self, ticket: Ticket, send: Send) -> bool:
-        """Send it. Returns whether its engine broke it off."""
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        if self.rest is None:
-            await send({"type": "http.response.body", "body": self.first})
-            return False
-        await send({"type": "http.response.body", "body": self.first, "more_body": True})
-        last, is_cut = b"", False
-        try:
-            async for events in self.rest:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-        except HttpFault as fault:
-            if ticket.end_error is not None and not isinstance(ticket.end_error, ApiError):
-                raise ticket.end_error from None
-            is_cut = ticket.end_error is None
-            message = f"The stream ends here: {fault.reason}"
-            error = ticket.end_error or ApiError(fault.status, message, kind="server_error", code="engine_failed")
-            assert isinstance(error, ApiError)
-            last = b"data: " + error.encode_body() + b"\n\ndata: " + _DONE + b"\n\n"
-        await send({"type": "http.response.body", "body": last})
-        return is_cut
-
-
-async def _answer_of(call: HttpCall, stream: bool, silence_s: float) -> _Answer:
-    """The answer, as far as it must be known before anything is sent. Raises :class:`HttpFault` for one that another
-    engine may give better."""
-    headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
-    kind = call.header(b"content-type").partition(";")[0].strip().lower()
-    if call.status == 200 and stream:
-        if kind != "text/event-stream":
-            raise HttpFault(f"it answered a stream with {echo(kind) or 'no content type'}")
-        rest = whole_events(call.body_pieces(silence_s))
-        try:
-            return _Answer(200, headers, await anext(rest), rest)
-        except StopAsyncIteration:
-            raise HttpFault("its stream is empty") from None
-    body = await call.read_body(ANSWER_BYTES_MAX, silence_s)
-    if call.status == 200:
-        _check_object(body, kind)
-    elif not 400 <= call.status < 500 or call.status in _ELSEWHERE:
-        busy = call.status in (429, 503)
-        status = call.status if busy or call.status == 404 else 502
-        excerpt = echo(body.decode("utf-8", "replace"), 120)
-        wait_s = _seconds(call.header(b"retry-after")) if busy else None
-        raise HttpFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
-    return _Answer(call.status, headers, body)
-
-
-def _seconds(text: str) -> float:
-    return min(60.0, float(text)) if text.isdecimal() and text.isascii() else 1.0
-
-
-def _check_object(body: bytes, kind: str) -> None:
-    try:
-        msgspec.json.decode(body, type=Mapping[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        raise HttpFault(f"its answer is no JSON object ({echo(kind) or 'no content type'})") from None
-
-
-async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream in whole events, byte for byte. Raises :class:`HttpFault` where it is no stream of events, or ends
-    without ``[DONE]``."""
-    buffer, is_done = bytearray(), False
-    async for piece in pieces:
-        buffer += piece
-        end = max(buffer.rfind(b"\n\n") + 2, buffer.rfind(b"\r\n\r\n") + 4)
-        if end < 4:
-            if len(buffer) > EVENT_BYTES_MAX:
-                raise HttpFault("an event of its stream never ends")
-            continue
-        events = bytes(buffer[:end])
-        del buffer[:end]
-        is_done = _check_events(events) or is_done
-        yield events
-    if buffer.strip():
-        raise HttpFault("its stream ended in the middle of an event")
-    if not is_done:
-        raise HttpFault("its stream ended too early")
-
-
-def _check_events(events: bytes) -> bool:
-    """Whether the stream's end is among them."""
-    is_done = False
-    for line in events.splitlines():
-        if line and not line.startswith(_FIELDS):
-            raise HttpFault("its stream is no stream of events")
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == _DONE:
-                is_done = True
-            elif not (data.startswith(b"{") and data.endswith(b"}")):
-                raise HttpFault("an event of its stream is no JSON object")
-    return is_done

@@ -283,6 +283,7 @@ def starting_cluster(
     if metadata.folder is not None:
         orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
         ChildrenFile(metadata.folder).end_useless({order.name: order.command_line for order in orders})
+    options.followers.on_start()
     engine = _open_router(options, base)
     orders = _orders(engine_options, most, engine.address, log_level)
     first = [order for order in orders if options.begins_with(order)]
