@@ -273,7 +273,7 @@ def _wait_until_ready(router: RouterEngine, place: FollowerOptions, print_line: 
 
     started, reported_s = time.monotonic(), 0.0
     addresses = ", ".join(place.join).replace("tcp://", "")
-    while not router.stats().serving:
+    while not (router.stats().serving and with_models(router.members())):  # engines do not say what the model is
         _check_accepted(router.refused)
         seconds = time.monotonic() - started
         if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:

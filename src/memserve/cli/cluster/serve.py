@@ -106,20 +106,18 @@ def serve(
         run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
-    engines = EngineMembers(fleet.member_specs, fleet.key_file)
-    engines.check_models([model.name for model in models], standalone=in_process)
+    engines = EngineMembers.of_models(fleet, [model.name for model in models], standalone=in_process)
     if in_process:
         refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
         run_server(_standalone_options(models[0].engine, cluster.admission, *shape_options), http, None)
         return
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
-    is_open = cluster_port is not None or any(map(has_store, models))
-    secret = credentials.secret_of(cluster_secret_file, is_needed=is_open)
+    has_others = cluster_port is not None or any(map(has_store, models))
+    secret = credentials.secret_of(cluster_secret_file, is_needed=has_others)
 
     def options_of(model: NamedModel) -> ClusterOptions:
-        local = _engine_of(model, placement)
-        config = cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
+        local, config = _local_options(model, placement, cluster)
         shape = choose_counts(*model.counts, local, placement.scaling)
         return ClusterOptions(
             shape.prefill, shape.decode, shape.colocated, config, link, cluster_host, cluster_port, secret, records,
@@ -129,13 +127,17 @@ def serve(
 
     if models[0].name:
         run_models(models, engine, options_of, http, records)
-        return
-    run_server(models[0].engine, http, options_of(models[0]))
+    else:
+        run_server(models[0].engine, http, options_of(models[0]))
 
 
-def _engine_of(model: NamedModel, placement: PlacementOptions) -> EngineOptions:
-    """As this host needs it: where Ray runs the instances, Ray has the GPUs."""
-    return dataclasses.replace(model.engine, device="cpu") if placement.remote_place is not None else model.engine
+def _local_options(
+    model: NamedModel, placement: PlacementOptions, cluster: ClusterConfig
+) -> tuple[EngineOptions, ClusterConfig]:
+    """As this host needs them: where Ray runs the instances, Ray has the GPUs; nothing is cached where they do not."""
+    on_ray = placement.remote_place is not None
+    local = dataclasses.replace(model.engine, device="cpu") if on_ray else model.engine
+    return local, cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
 
 
 def _check_shape(
