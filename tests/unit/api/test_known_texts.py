@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from api_world import TinyModel, tiny_tokenizer
 from memserve.api.openai.request.known_texts import PIECE_CHARS, KnownTexts, cuts_of, frame_of, joints_of
@@ -76,6 +77,21 @@ def split_thrice() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*parts, byte_level(use_regex=False)])
 
 
+REAL = [path.read_text() for path in sorted((Path(__file__).parents[3] / "docs").rglob("*.md"))[:12]]
+
+
+@cache
+def trained(pattern: str) -> Tokenizer:
+    """With merges of real texts, so that most words are few tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = split(pattern), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(REAL, trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    return tokenizer
+
+
 EXACT: dict[str, Callable[[], Tokenizer]] = {
     "byte level": lambda: tokenizer_of(byte_level()),
     "split": lambda: tokenizer_of(split(LLAMA3)),
@@ -83,6 +99,8 @@ EXACT: dict[str, Callable[[], Tokenizer]] = {
     "by matches": lambda: tokenizer_of(split_by_matches(O200K)),
     "split thrice": lambda: tokenizer_of(split_thrice()),
     "digits": lambda: tokenizer_of(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level()])),
+    "trained": lambda: trained(LLAMA3),
+    "trained by matches": lambda: trained(O200K),
     "the tests' own": lambda: tiny_tokenizer().backend_tokenizer,
 }
 KNOWN = {name: KnownTexts(make(), bytes_max=9_000) for name, make in EXACT.items()}
@@ -143,7 +161,6 @@ def test_tokenizers_that_may_look_across_pieces_are_left_alone(name: str) -> Non
 
 # -- joints
 
-REAL = [path.read_text() for path in sorted((Path(__file__).parents[3] / "docs").rglob("*.md"))[:12]]
 ODD = (
     *SPECIAL, " ", "  ", "\n", " \n", "\r\n", "\t", "\u00a0", "a", "b c", "Ab c", "don't", "I'LL ", "'re ", "x' ",
     "_a b", "!a b", "12345", " 7", "東京", "你好\uff0c世界。", "\uff0c", "。 ", "😀 ", "Grüße", "a\u0301 b", "\u017f b",
