@@ -1,8 +1,10 @@
 """An own model and two of llama.cpp's servers behind one ``memserve serve``: whose answers come, and what a kill costs.
 
-    python bench/fleet_llamacpp.py --llama-server PATH [--gguf FILE] [--chats 4] [--turns 4] [--rounds 20]
+    python bench/fleet_llamacpp.py --llama-server PATH [--gguf FILE] [--second openai] [--chats 4] [--turns 4]
+                                   [--rounds 20]
 
-PATH is llama.cpp's ``llama-server``; FILE a model for it (default: the bundled one's file). Three passes:
+PATH is llama.cpp's ``llama-server``; FILE a model for it (default: the bundled one's file). ``--second openai``: the
+second server is named as any server of OpenAI's interface. Three passes:
 
 * *answers*: requests of many kinds, whole and streamed, to the router and to a server of the same model directly; what
   differs but for ids, times and what was cached is counted and shown. The own model is asked in between.
@@ -169,7 +171,9 @@ def bundled_gguf() -> str:
 
 def main() -> None:
     chats = {"chats": (4, "at the same time"), "turns": (4, "of each"), "rounds": (20, "requests behind the kill")}
-    arguments = options(__doc__, llama_server="", gguf=("", "a model for it"), folder=Path, **chats)
+    second_kind = ("llamacpp", "how the second server is named", ("llamacpp", "openai"))
+    more = {"gguf": ("", "a model for it"), "second": second_kind, "folder": Path}
+    arguments = options(__doc__, llama_server="", **more, **chats)
     gguf = arguments.gguf or bundled_gguf()
     with working_folder(arguments.folder) as folder, ExitStack() as stack:
         (first, child), (second, _) = (
@@ -178,7 +182,8 @@ def main() -> None:
         )
         (alone, _) = stack.enter_context(llama_server(arguments.llama_server, gguf, folder))
         words = ["--model", "own=smollm2-135m-instruct,threads=1,colocated=1", "--metadata", "none"]
-        engines = [word for url in (first, second) for word in ("--engine", f"llamacpp={url}")]
+        base = "/v1" if arguments.second == "openai" else ""
+        engines = ["--engine", f"llamacpp={first}", "--engine", f"{arguments.second}={second}{base}"]
         served = stack.enter_context(serving(*words, *engines))
         wait_until(lambda: len(httpx.get(f"{served.url}/v1/models").json()["data"]) == 2, "both models are listed")
         record: Json = {"answers": compare(served.url, alone)}

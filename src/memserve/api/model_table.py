@@ -90,14 +90,15 @@ class ModelTable:
         return [part.name for part in self.parts] + (self.relayed.model_names() if self.relayed is not None else [])
 
     def find_part(self, name: str) -> ModelPart | None:
-        """The own model of a name that a client uses. None: there is none, or another server lists that name."""
+        """The own model of a name that a client uses, and no other server's (:meth:`is_relayed`). None: there is
+        none."""
         listed_name = self._find_listed(name)
         if listed_name is not None:
             return next(part for part in self.parts if part.name == listed_name)
-        return None if self.is_relayed(name) else next((part for part in self.parts if name in part.names), None)
+        return next((part for part in self.parts if name in part.names), None)
 
     def is_relayed(self, name: str) -> bool:
-        """Whether another server answers for the model of this name."""
+        """Whether another server answers for the model of this name: it lists it, and no own model does."""
         return self.relayed is not None and name in self.relayed.model_names()
 
     def part_named(self, name: str | None) -> ModelPart:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import uuid
 from collections.abc import Mapping
 from functools import partial
@@ -133,6 +134,8 @@ def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]
 
 
 _RESPONSES = "/v1/responses"
+_STORED = re.compile(rf"{_RESPONSES}/[A-Za-z0-9_-]{{1,256}}(/cancel|/input_items)?")
+"""What is asked of engines by an id: nothing else that a client invents becomes a part of their addresses."""
 RELAYED_PATHS = ("/v1/completions", "/v1/chat/completions", _RESPONSES)
 TOKENIZE_S = 1.0
 """How long an engine has to tokenize a prompt; without its tokens the prompt's text is compared."""
@@ -325,17 +328,20 @@ class Relay:
     async def find_response(self, request: HttpRequest) -> Response:
         """``/v1/responses/{id}``, and what lies below it: as the first engine answers that knows it."""
         scope, path = request.scope, request.scope["path"]
+        if not _STORED.fullmatch(path):
+            raise response_not_found(path, "that is no id of a response")
         if scope[TENANT_KEY]:
-            raise response_not_found(path, "those of engines are not kept by key: ask for them whole")
+            raise response_not_found(path, "those of engines are not kept by key")
         query = scope.get("query_string", b"").decode("latin-1")
+        target = f"{path}{'?' if query else ''}{query}"
         headers, reasons = self._forwarded_headers(scope), list[str]()
         for view in self._host.machine.engine_views():
             if not view.up or (spec := self._host.specs.get(view.name)) is None:
                 continue
             call = HttpCall(spec.url)
+            watcher = asyncio.create_task(_abort_on_disconnect(call, request.receive))
             try:
-                target = f"{spec.base_path}{path}{'?' if query else ''}{query}"
-                await call.send_request(request.method, target, headers, b"", LOOK_S)
+                await call.send_request(request.method, spec.base_path + target, headers, b"", LOOK_S)
                 if call.status not in (404, 405, 501):
                     body = await call.read_body(ANSWER_BYTES_MAX, self._silence_s)
                     answer = Response(body, call.status)
@@ -343,8 +349,11 @@ class Relay:
                     return answer
                 reasons.append(f"{view.name} does not know it")
             except HttpFault as fault:
+                if watcher.done():
+                    raise ClientGone from None
                 reasons.append(f"{view.name}: {fault.reason}")
             finally:
+                watcher.cancel()
                 call.close()
         raise response_not_found(path, "; ".join(reasons) or "no engine takes requests")
 
@@ -406,6 +415,11 @@ def response_not_found(path: str, why: str) -> ApiError:
     name = path.removeprefix(f"{_RESPONSES}/").partition("/")[0]
     message = f"No response {echo(name)!r} is stored: {why}"
     return ApiError(404, message, param="response_id", code="response_not_found")
+
+
+async def _abort_on_disconnect(call: HttpCall, receive: Receive) -> None:
+    await wait_for_disconnect(receive)
+    call.abort_call("the client left")
 
 
 async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:

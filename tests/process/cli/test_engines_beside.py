@@ -136,6 +136,27 @@ def test_an_engine_in_this_process_and_one_beside(engines: list[ScriptedEngine],
         end(server)
 
 
+def test_admission_of_own_models_is_not_the_engines(engines: list[ScriptedEngine], tmp_path: Path) -> None:
+    """Four streams of an engine neither fill the one place of own requests, nor wait for it."""
+    own, held = Own(tmp_path), Held()
+    engines[0].script = held.script
+    flags = ("--admission", "bounded", "--max-active", "1", "--admission-queue", "1", "--colocated", "1")
+    server = Server(own.path, "--engine", f"vllm={engines[0].url}", *flags, "--metadata", "none")
+    readers = [Reader(server.url) for _ in range(4)]
+    try:
+        for reader in readers:
+            reader.start()
+        assert all(reader.began.wait(60) for reader in readers)
+        own.check(server.url, None, 1)
+        held.is_open.set()
+        for reader in readers:
+            reader.join(60)
+        assert all(reader.is_whole for reader in readers)
+    finally:
+        held.is_open.set()
+        end(server)
+
+
 def test_a_router_of_its_own_has_engines(engines: list[ScriptedEngine], key: Path, tmp_path: Path) -> None:
     """`memserve router` beside an owner without any: they are its own."""
     own, port, cluster_port = Own(tmp_path), free_port(), free_port()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,6 +104,33 @@ def test_stored_responses_are_asked_of_each_engine(engines: list[ScriptedEngine]
     answer = server.get("/v1/responses/resp_2")
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "response_not_found"
     assert all(engine.name in answer.json()["error"]["message"] for engine in engines)
+
+
+def test_an_id_cannot_say_more_than_an_id(engines: list[ScriptedEngine], server: FleetServer) -> None:
+    """It is decoded on the way, and what comes out must not become a header, another request, or another page."""
+    for odd in ("a%0d%0ax-evil:%201", "a%20HTTP/1.1%0d%0a%0d%0a", "%e2%82%ac", "a%3fb", "..%2f..%2fmodels", "a/b"):
+        assert server.get(f"/v1/responses/{odd}").status_code == 404
+    assert not any(engine.asked for engine in engines)
+
+
+def test_a_client_that_leaves_a_stored_response(engines: list[ScriptedEngine], server: FleetServer) -> None:
+    left = threading.Event()
+
+    async def streams(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(BEGUN[0]))
+        try:
+            while not writer.is_closing():
+                writer.write(chunk(b": still\n\n"))
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        finally:
+            left.set()
+
+    for engine in engines:
+        engine.script = streams
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.get(f"{server.url}/v1/responses/resp_1?stream=true", timeout=0.5)
+    assert left.wait(20)
 
 
 def test_stored_responses_are_of_no_tenant(engines: list[ScriptedEngine]) -> None:
