@@ -9,7 +9,7 @@ from typing import Any
 
 from memserve.base.errors import UserError
 from memserve_lab.bench.metrics import Slo
-from memserve_lab.bench.report_writer import MS, Cell, Drawing, Table
+from memserve_lab.bench.report_writer import MS, Cell, Drawing, Table, plain_log_axis
 from memserve_lab.bench.study import Study, StudyResults, Tell
 from memserve_lab.experiments.evaluations.memserve import (
     CHAT,
@@ -205,9 +205,7 @@ def _draw_lines(figure: str, kind: str) -> Any:
         for axes, title in zip(panels, titles, strict=True):
             xlabel = "share ratio" if figure == "14" else "requests/s an instance"
             axes.set(title=title, yscale="log", xlabel=xlabel)
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter("{x:g}")
-            axes.tick_params(axis="y", which="minor", labelsize=7)
+            plain_log_axis(axes.yaxis)
             axes.grid(alpha=0.3)
         drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
         drawn.suptitle(f"Figure {figure}: {kind}, simulated")
@@ -226,8 +224,7 @@ def _draw_goodput(kind: str) -> Any:
             line = sorted((point.tpot_s, point.rate) for point in points if point.setting == name)
             axes.plot([MS * tpot for tpot, _ in line], [rate for _, rate in line], marker="o", label=name)
         axes.set(xlabel="objective: TPOT (ms)", ylabel="requests/s an instance", ylim=(0, None), xscale="log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
+        plain_log_axis(axes.xaxis, sorted({MS * point.tpot_s for point in points}))
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
         drawn.suptitle(f"Goodput: {kind}, nine of ten requests within objectives, simulated")

@@ -214,7 +214,9 @@ class PagingWorld(ReplayWorld):
 
     @property
     def requests_per_s(self) -> float:
-        """Requests that ended, while others waited for memory."""
+        """Requests that ended, while others waited for memory. Raises :class:`UserError` where none did."""
+        if len(self._crowded) < 2:
+            raise UserError("all requests had room", hint="send more of them: --requests")
         (first_ns, before), (last_ns, after) = self._crowded[0], self._crowded[-1]
         return (after - before) / max(1, last_ns - first_ns) * NS_PER_S
 

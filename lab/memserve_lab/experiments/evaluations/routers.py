@@ -16,7 +16,7 @@ from memserve.base.errors import UserError
 from memserve.base.units import GIB, NS_PER_S
 from memserve_lab.bench.catalogue import Arrivals, Recipe, build
 from memserve_lab.bench.metrics import Figures, figures
-from memserve_lab.bench.report_writer import MS, Cell, Drawing, Table
+from memserve_lab.bench.report_writer import MS, Cell, Drawing, Table, plain_log_axis
 from memserve_lab.bench.study import Study, StudyResults, Tell
 from memserve_lab.cli.sim_results import record_of
 from memserve_lab.sim.hardware import machine
@@ -236,7 +236,7 @@ def draw_rules(pyplot: Any, results: RouterResults) -> Any:
             axes.plot(places, [MS * point.ttft_p99_s for point in chosen.values()], "_", color="black", markersize=12)
         axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
         axes.set(title=trace, yscale="log")
-        axes.yaxis.set_major_formatter("{x:g}")
+        plain_log_axis(axes.yaxis)
         axes.grid(axis="y", alpha=0.3)
     panels[0][0].set(ylabel="TTFT (ms): mean, P99 as a dash")
     panels[0][0].legend(fontsize=8)
