@@ -12,6 +12,7 @@ from memserve_lab.cli import sim_studies as sim_agents
 from memserve_lab.cli import sim_studies as sim_layerkv
 from memserve_lab.cli import sim_studies as sim_memserve
 from memserve_lab.cli import sim_studies as sim_paging
+from memserve_lab.cli import sim_studies as sim_ratios
 from memserve_lab.cli import sim_studies as sim_routers
 from memserve_lab.cli import sim_studies as sim_thrash
 from memserve_lab.cli.bench_load import command
@@ -29,6 +30,7 @@ app.command("layerkv")(sim_layerkv.layerkv)
 app.command("memserve")(sim_memserve.memserve)
 app.command("paging")(sim_paging.paging)
 app.command("routers")(sim_routers.routers)
+app.command("ratios")(sim_ratios.ratios)
 
 
 @app.callback(invoke_without_command=True)

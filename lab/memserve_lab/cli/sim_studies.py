@@ -9,6 +9,8 @@
 ``memserve sim paging``: KV memory in blocks beside memory that is reserved, PagedAttention's comparison.
 
 ``memserve sim routers``: the router beside single policies and other projects' rules, on traces.
+
+``memserve sim ratios``: what others have published, in settings of like shape.
 """
 
 from __future__ import annotations
@@ -335,3 +337,27 @@ def routers(
             raise UserError(f"unknown {name!r}", hint=f"some of {', '.join(choices)}")
     results = RouterResults(command=command(), machine={"simulated": "six instances, their rooflines"})
     run_study(RouterStudy(RouterPlan(names, rules, existing(data), load), results), RunFolder(out), as_json=as_json)
+
+
+def ratios(
+    *,
+    cases: Annotated[str, typer.Option(help="precise, store.")] = "precise,store",
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second of precise.")] = 24.0,
+    users: Annotated[int, typer.Option(min=2, help="Agents at a time, of store.")] = 24,
+    share: Annotated[float, typer.Option(min=0.01, help="Of their sessions whose KV fits into HBM.")] = 0.25,
+    turns: Annotated[int, typer.Option(min=1, help="Median turns of a session.")] = 12,
+    first_tokens: Annotated[int, typer.Option(min=16, help="Median tokens of a session's first prompt.")] = 20_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
+    out: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The results as one JSON object.")] = False,
+) -> None:
+    """Ratios that others have published: precise routing (llm-d), and a store for agents (vLLM with Mooncake)."""
+    from memserve_lab.bench.study import RunFolder
+    from memserve_lab.experiments.evaluations.ratios import CASES, RatioPlan, RatioResults, RatioStudy
+
+    names = tuple(dict.fromkeys(name.strip() for name in cases.split(",")))
+    if unknown := [name for name in names if name not in CASES]:
+        raise UserError(f"unknown case {unknown[0]!r}", hint=f"some of {', '.join(CASES)}")
+    plan = RatioPlan(names, rate, users, share, turns, first_tokens, seed)
+    results = RatioResults(command=command(), machine={"simulated": "instances of h100, their rooflines"})
+    run_study(RatioStudy(plan, results), RunFolder(out), as_json=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from random import Random
@@ -108,8 +109,8 @@ def test_buddy_pieces_do_not_overlap_and_all_come_back() -> None:
         elif (tokens := random.randint(1, 2048)) and (place := memory.allocate(tokens)) is not None:
             pieces[place] = tokens
         ends = sorted((first, first + tokens) for first, tokens in pieces.items())
-        assert all(end <= later for (_, end), (later, _) in zip(ends, ends[1:], strict=False))
-        assert all(0 <= first and end <= memory.tokens for first, end in ends)
+        assert all(end <= later for (_, end), (later, _) in itertools.pairwise(ends))
+        assert all(first >= 0 and end <= memory.tokens for first, end in ends)
     for first in list(pieces):
         memory.free(first)
     assert memory.used_tokens == 0 and memory.allocate(8192) is not None
