@@ -231,8 +231,7 @@ def memserve(
 ) -> None:
     """MemServe's evaluation: disaggregation and caching, transfer modes, policies, and rates within objectives.
 
-    Rates are per instance, and all settings of a figure get the same requests. The baseline, ``prefill-first``, makes
-    steps as vLLM 0.4.0 did.
+    Rates are per instance. The baseline, ``prefill-first``, makes steps as vLLM 0.4.0 did.
     """
     from memserve_lab.bench.settings import parse_numbers
     from memserve_lab.bench.study import RunFolder
@@ -245,9 +244,8 @@ def memserve(
     )
     from memserve_lab.sim.hardware import with_step_ns
 
-    machine = wanted.make_machine()
-    if step_ms is not None:
-        machine = with_step_ns(machine, round(step_ms * NS_PER_MS))
+    plain = wanted.make_machine()
+    machine = plain if step_ms is None else with_step_ns(plain, round(step_ms * NS_PER_MS))
     plan = MemservePlan(
         machine,
         figures_named(figures),
@@ -261,8 +259,8 @@ def memserve(
         seed,
         existing(data),
     )
-    results = MemserveResults(command=command(), machine={"simulated": f"instances of {machine.name}"})
-    run_study(MemserveStudy(plan, results), RunFolder(out), as_json=as_json)
+    study = MemserveStudy(plan, MemserveResults(command=command(), machine={"simulated": f"each: {machine.name}"}))
+    run_study(study, RunFolder(out), as_json=as_json)
 
 
 SLIDES_MACHINE = Wanted(model="opt-13b", device="a100-40gb", block_tokens=16, kv_blocks=991)
@@ -290,12 +288,12 @@ def paging(
     from memserve_lab.experiments.evaluations.paging import LENGTHS, WAYS, PagingPlan, PagingResults, PagingStudy
 
     names = tuple(dict.fromkeys(name.strip() for name in workloads.split(",")))
-    ways_chosen = tuple(dict.fromkeys(way.strip() for way in ways.split(",") if way.strip())) or WAYS
-    for name, choices in (*((name, LENGTHS) for name in names), *((way, WAYS) for way in ways_chosen)):
+    way_names = tuple(dict.fromkeys(way.strip() for way in ways.split(",") if way.strip())) or WAYS
+    for name, choices in (*((name, LENGTHS) for name in names), *((way, WAYS) for way in way_names)):
         if name not in choices:
             raise UserError(f"unknown {name!r}", hint=f"some of {', '.join(choices)}")
     machine = wanted.make_machine()
-    plan = PagingPlan(machine, names, ways_chosen, requests, seed)
+    plan = PagingPlan(machine, names, way_names, requests, seed)
     results = PagingResults(command=command(), machine={"simulated": f"one instance, {machine.name}"})
     run_study(PagingStudy(plan, results), RunFolder(out), as_json=as_json)
 

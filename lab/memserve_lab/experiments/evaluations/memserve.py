@@ -137,8 +137,8 @@ def chats(requests: int, seed: int) -> Workload:
     """ShareGPT-like: sessions of some turns, questions of 60 and answers of 200 tokens at the median, histories with
     the answers that were given; together as much as the context takes."""
     sessions: list[Session] = []
-    made, first = 0, 0
-    while made < requests:
+    count, first = 0, 0
+    while count < requests:
         rng, turns, context = draws(seed, "chats", len(sessions)), [], 0
         for _ in range(lognormal_count(rng, median=3, spread=0.7, at_most=12)):
             question = lognormal_count(rng, median=60, spread=1.2, at_most=2000)
@@ -150,7 +150,7 @@ def chats(requests: int, seed: int) -> Workload:
             first += -(-question // BLOCK_TOKENS)
         if turns:
             sessions.append(Session(f"chat-{len(sessions)}", tuple(turns)))
-            made += len(turns)
+            count += len(turns)
     return Workload(CHAT, "generated, lengths like ShareGPT's", tuple(sessions))
 
 
@@ -210,20 +210,22 @@ def records_of(world: ReplayWorld, entry: Contender) -> list[RequestRecord]:
 
 
 def measure_point(
-    figure: str, machine: Machine, entry: Contender, load: Load, at: float, rate: float, slo: Slo
+    figure: str, machine: Machine, entry: Contender, load: Load, place: float, rate: float, slo: Slo
 ) -> RunPoint:
     """Simulate one setting at ``rate`` requests a second for each instance."""
     world = replay(machine, entry, load.at_rate(rate * entry.count))
-    return point_of(figure, load.kind, entry, at, figures(records_of(world, entry), slo=slo), usage(world).busy_share)
+    return point_of(
+        figure, load.kind, entry, place, figures(records_of(world, entry), slo=slo), usage(world).busy_share
+    )
 
 
-def point_of(figure: str, workload: str, entry: Contender, at: float, summary: Figures, busy: float) -> RunPoint:
+def point_of(figure: str, workload: str, entry: Contender, place: float, summary: Figures, busy: float) -> RunPoint:
     """The figures of one run."""
     ttft, tpot, itl, jct = summary.ttft_s, summary.tpot_s, summary.itl_s, summary.jct_s
     if ttft is None or tpot is None or itl is None or jct is None:
         raise UserError(f"{entry.name} has answered nothing of more than one token", hint="send more requests")
     return RunPoint(
-        figure, workload, entry.name, at, summary.requests, ttft.mean, ttft.p99, tpot.mean, tpot.p99, itl.p99,
+        figure, workload, entry.name, place, summary.requests, ttft.mean, ttft.p99, tpot.mean, tpot.p99, itl.p99,
         jct.mean, jct.p99, summary.cached_share, busy, 1 - summary.slo_violations,
     )  # fmt: skip
 

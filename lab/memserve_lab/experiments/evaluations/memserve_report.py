@@ -131,11 +131,11 @@ class MemserveStudy(Study[MemserveResults]):
             cases = [(ratio, rate, dataclasses.replace(shared, share_ratio=ratio)) for ratio in plan.share_ratios]
         else:
             cases = [(rate, rate, load) for rate in plan.rates or RATES[kind]]
-        for at, rate, case in cases:
-            point = measure_point(figure, plan.machine, entry, case, at, rate, slo)
+        for place, rate, case in cases:
+            point = measure_point(figure, plan.machine, entry, case, place, rate, slo)
             self.results.points.append(point)
             tell(
-                f"figure {figure}, {kind} at {at:g}, {entry.name}: JCT {MS * point.jct_mean_s:.0f} ms,"
+                f"figure {figure}, {kind} at {place:g}, {entry.name}: JCT {MS * point.jct_mean_s:.0f} ms,"
                 f" TTFT {MS * point.ttft_mean_s:.0f} ms"
             )
 
@@ -192,7 +192,7 @@ def _draw_lines(figure: str, kind: str) -> Any:
     """JCT, TTFT, and TPOT with the longest gaps, over the axis; dotted: P99."""
 
     def draw(pyplot: Any, results: MemserveResults) -> Any:
-        drawn, panels = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
+        canvas, panels = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
         columns = (("jct_mean_s", "jct_p99_s"), ("ttft_mean_s", "ttft_p99_s"), ("tpot_mean_s", "gap_p99_s"))
         for number, name in enumerate(dict.fromkeys(point.setting for point in results.points_of(figure, kind))):
             points = sorted(results.points_of(figure, kind, name), key=lambda point: point.at)
@@ -207,9 +207,9 @@ def _draw_lines(figure: str, kind: str) -> Any:
             axes.set(title=title, yscale="log", xlabel=xlabel)
             plain_log_axis(axes.yaxis)
             axes.grid(alpha=0.3)
-        drawn.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
-        drawn.suptitle(f"Figure {figure}: {kind}, simulated")
-        return drawn
+        canvas.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=9)
+        canvas.suptitle(f"Figure {figure}: {kind}, simulated")
+        return canvas
 
     return draw
 
@@ -219,7 +219,7 @@ def _draw_goodput(kind: str) -> Any:
         points = [point for point in results.goodputs if point.workload == kind]
         if not points:
             return None
-        drawn, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+        canvas, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
         for name in dict.fromkeys(point.setting for point in points):
             line = sorted((point.tpot_s, point.rate) for point in points if point.setting == name)
             axes.plot([MS * tpot for tpot, _ in line], [rate for _, rate in line], marker="o", label=name)
@@ -227,8 +227,8 @@ def _draw_goodput(kind: str) -> Any:
         plain_log_axis(axes.xaxis, sorted({MS * point.tpot_s for point in points}))
         axes.grid(alpha=0.3)
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9)
-        drawn.suptitle(f"Goodput: {kind}, nine of ten requests within objectives, simulated")
-        return drawn
+        canvas.suptitle(f"Goodput: {kind}, nine of ten requests within objectives, simulated")
+        return canvas
 
     return draw
 

@@ -1,4 +1,4 @@
-"""``memserve sim paging``: KV memory in blocks beside KV memory that is reserved in one piece (PagedAttention, P).
+"""``memserve sim paging``: KV memory in blocks beside KV memory that is reserved in one piece (PagedAttention).
 
 The baselines of the paper, at the place where the production scheduler admits a sequence; all else is production's::
 
@@ -55,11 +55,11 @@ class BuddyMemory:
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens // UNIT_TOKENS * UNIT_TOKENS
         self._free: dict[int, set[int]] = {}  # by size, where pieces begin
-        first, left = 0, self.tokens
-        while left:
-            size = UNIT_TOKENS << ((left // UNIT_TOKENS).bit_length() - 1)
+        first = 0
+        while first < self.tokens:
+            size = UNIT_TOKENS << (((self.tokens - first) // UNIT_TOKENS).bit_length() - 1)
             self._free.setdefault(size, set()).add(first)
-            first, left = first + size, left - size
+            first += size
         self._sizes: dict[int, int] = {}  # of pieces in use
 
     def allocate(self, tokens: int) -> int | None:
@@ -99,7 +99,7 @@ class ReservingAdmission(SequenceAdmission):
         self.memory = memory
         self._reserve = reserve
         self.places: dict[Sequence, tuple[int, int]] = {}
-        """Where the piece of each begins, and the tokens that were asked for."""
+        """Where the piece of each begins, and the tokens that it was to hold."""
 
     def admit(self, sequence: Sequence, now_ns: int) -> bool:
         self.release_ended()
@@ -196,14 +196,14 @@ class PagingWorld(ReplayWorld):
         states = sum(sequence.computed for sequence in running)
         final = sum(sequence.prompt_tokens + sequence.max_tokens for sequence in running)
         if self.admission is None:
-            asked = sum(len(sequence.blocks) for sequence in running) * self.setup.machine.geometry.block_tokens
-            reserved, internal = 0, asked - states
+            piece_tokens = sum(len(sequence.blocks) for sequence in running) * self.setup.machine.geometry.block_tokens
+            reserved, internal = 0, piece_tokens - states
         else:
-            asked = sum(tokens for _, tokens in self.admission.places.values())
-            reserved, internal = final - states, asked - final
+            piece_tokens = sum(tokens for _, tokens in self.admission.places.values())
+            reserved, internal = final - states, piece_tokens - final
         total = self.kv_tokens
         return MemoryShares(
-            states / total, reserved / total, internal / total, (total - asked) / total, float(len(running))
+            states / total, reserved / total, internal / total, (total - piece_tokens) / total, float(len(running))
         )
 
     def mean_shares(self) -> MemoryShares:
@@ -345,17 +345,17 @@ def draw_shares(pyplot: Any, results: PagingResults) -> Any:
     kinds = list(dict.fromkeys(point.workload for point in results.points))
     figure, rows = pyplot.subplots(len(kinds), 2, figsize=(12, 3.6 * len(kinds)), layout="constrained", squeeze=False)
     labels = {"states": "holds tokens", "reserved": "reserved", "internal": "never used", "rest": "between, or free"}
-    for kind, (left_axes, right_axes) in zip(kinds, rows, strict=True):
+    for kind, (share_axes, rate_axes) in zip(kinds, rows, strict=True):
         points = [point for point in results.points if point.workload == kind]
         names, below = [point.way for point in points], [0.0] * len(points)
         for name, label in labels.items():
             heights = [100 * getattr(point.shares, name) for point in points]
-            left_axes.bar(names, heights, bottom=below, label=label)
+            share_axes.bar(names, heights, bottom=below, label=label)
             below = [low + height for low, height in zip(below, heights, strict=True)]
-        left_axes.set(ylabel="KV memory (%)", title=f"{kind}: memory while sequences wait", ylim=(0, 100))
-        left_axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
-        bars = right_axes.bar(names, [point.rate for point in points], color="C0")
-        right_axes.bar_label(bars, fmt="%.2f", fontsize=8)
-        right_axes.set(title=f"{kind}: requests/s, while others wait")
+        share_axes.set(ylabel="KV memory (%)", title=f"{kind}: memory while sequences wait", ylim=(0, 100))
+        share_axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+        bars = rate_axes.bar(names, [point.rate for point in points], color="C0")
+        rate_axes.bar_label(bars, fmt="%.2f", fontsize=8)
+        rate_axes.set(title=f"{kind}: requests/s, while others wait")
     figure.suptitle("KV memory in one piece and in blocks, simulated")
     return figure

@@ -73,13 +73,13 @@ class RatioPlan:
 
 def groups_workload(rate: float, seed: int) -> Workload:
     """Requests of groups in random order, each behind its group's prefix."""
-    prefix, own = PREFIX_TOKENS // BLOCK_TOKENS + 1, QUESTION_TOKENS // BLOCK_TOKENS + 1
+    prefix_blocks, question_blocks = PREFIX_TOKENS // BLOCK_TOKENS + 1, QUESTION_TOKENS // BLOCK_TOKENS + 1
     sessions = []
     for place in draws(seed, "order").permutation(GROUPS * USERS).tolist():
         group, number = divmod(place, USERS)
         spans = (
-            Span(group * prefix, prefix * BLOCK_TOKENS),
-            Span((1 << 24) + place * own, QUESTION_TOKENS),
+            Span(group * prefix_blocks, prefix_blocks * BLOCK_TOKENS),
+            Span((1 << 24) + place * question_blocks, QUESTION_TOKENS),
         )
         turn = Turn(Blocks(BLOCK_TOKENS, spans), ANSWER_TOKENS)
         sessions.append(Session(f"group-{group}-{number}", (turn,), history=History.GIVEN))

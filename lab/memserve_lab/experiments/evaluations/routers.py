@@ -1,4 +1,4 @@
-"""``memserve sim routers``: the router beside single policies and beside other projects' rules, on real traces (X4).
+"""``memserve sim routers``: the router beside single policies and beside other projects' rules, on real traces.
 
 Each rule twice: with prefixes that instances take from each other, as memserve's do, and without, as instances of
 Dynamo and llm-d are without a shared store. Same instances, same requests, same exact knowledge of prefixes.
@@ -54,10 +54,10 @@ class TraceCase:
 
 
 CASES = {
-    "conversation": TraceCase("trace", 1200, 3.0),
-    "synthetic": TraceCase("synthetic", 1000, 1.5),
+    "conversation": TraceCase("trace", 800, 3.0),
+    "synthetic": TraceCase("synthetic", 800, 1.5),
     "toolagent": TraceCase("toolagent", 190, 1.0),
-    "agentic": TraceCase("agentic", 24, 10.0, "qwen3-30b-a3b", "h200", 64, 120.0),
+    "agentic": TraceCase("agentic", 16, 10.0, "qwen3-30b-a3b", "h200", 64, 60.0),
     "azure-conv": TraceCase("azure-conv", 2000, 6.0),
     "azure-code": TraceCase("azure-code", 2000, 6.0),
     "servegen": TraceCase("servegen", 2000, 1.0),
@@ -111,8 +111,8 @@ def workload_of(case: TraceCase, data: Path | None, load: float) -> Workload:
 def measure_rule(case: TraceCase, workload: Workload, policy: str, fetches: bool) -> tuple[Figures, float]:
     """The figures of one rule, and how busy the devices were."""
     patient = AdmissionConfig(waiting_max=1_000_000, wait_ns=10_000 * NS_PER_S)
-    named = "prompt-tree" if policy in RULES else policy
-    cluster = ClusterConfig(policy=named, admission=patient, stalled_after_ns=100_000 * NS_PER_S)
+    policy_name = "prompt-tree" if policy in RULES else policy
+    cluster = ClusterConfig(policy=policy_name, admission=patient, stalled_after_ns=100_000 * NS_PER_S)
     hardware = machine(case.model, case.device, 1, case.dram_gib * GIB, BLOCK_TOKENS)
     setup = Setup(parse_instances(str(INSTANCES)), hardware, cluster, GPU_SCHEDULER)
     world = RuledWorld(setup, workload, RULES.get(policy), fetches)
@@ -142,10 +142,10 @@ class RouterResults(StudyResults):
         ours = next((point for point in points if point.policy == OURS and point.fetches), None)
         ratios = {}
         for name, fetches in (("as they are", False), ("with our fetches", True)):
-            others = [point for point in points if point.policy != OURS and point.fetches is fetches]
-            if ours is not None and others:
-                ratios[f"mean, {name}"] = ours.ttft_mean_s / min(point.ttft_mean_s for point in others)
-                ratios[f"P99, {name}"] = ours.ttft_p99_s / min(point.ttft_p99_s for point in others)
+            rivals = [point for point in points if point.policy != OURS and point.fetches is fetches]
+            if ours is not None and rivals:
+                ratios[f"mean, {name}"] = ours.ttft_mean_s / min(point.ttft_mean_s for point in rivals)
+                ratios[f"P99, {name}"] = ours.ttft_p99_s / min(point.ttft_p99_s for point in rivals)
         return ratios
 
 
@@ -229,11 +229,13 @@ def draw_rules(pyplot: Any, results: RouterResults) -> Any:
         points = [point for point in results.points if point.trace == trace]
         names = list(dict.fromkeys(point.policy for point in points))
         for shift, fetches in ((-0.2, False), (0.2, True)):
-            chosen = {point.policy: point for point in points if point.fetches is fetches}
-            places = [place + shift for place, name in enumerate(names) if name in chosen]
+            by_policy = {point.policy: point for point in points if point.fetches is fetches}
+            places = [place + shift for place, name in enumerate(names) if name in by_policy]
             label, color = ("with fetches" if fetches else "without"), f"C{int(fetches)}"
-            axes.bar(places, [MS * point.ttft_mean_s for point in chosen.values()], 0.36, label=label, color=color)
-            axes.plot(places, [MS * point.ttft_p99_s for point in chosen.values()], "_", color="black", markersize=12)
+            axes.bar(places, [MS * point.ttft_mean_s for point in by_policy.values()], 0.36, label=label, color=color)
+            axes.plot(
+                places, [MS * point.ttft_p99_s for point in by_policy.values()], "_", color="black", markersize=12
+            )
         axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
         axes.set(title=trace, yscale="log")
         plain_log_axis(axes.yaxis)
