@@ -1,7 +1,9 @@
 """``memserve sim routers``: the router beside single policies and beside other projects' rules, on real traces.
 
 Each rule twice: with prefixes that instances take from each other, as memserve's do, and without, as instances of
-Dynamo and llm-d are without a shared store. Same instances, same requests, same exact knowledge of prefixes.
+Dynamo and llm-d are without a shared store. Same instances, same requests, same exact knowledge of prefixes; each
+prompt is computed by one instance. ``as it is`` is memserve's default: by cost, with fetches, and with long prompts
+that several instances compute at once.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from memserve_lab.workloads.records import Workload
 OURS = "cost"
 SINGLE = ("least-load", "session", "prompt-tree")
 POLICIES = (*SINGLE, *RULES, OURS)
+DEFAULT = "as it is"
+"""Measured beside the rules."""
 INSTANCES = 6
 """As many as every rule sees all of."""
 BLOCK_TOKENS = 128
@@ -54,10 +58,10 @@ class TraceCase:
 
 
 CASES = {
-    "conversation": TraceCase("trace", 800, 3.0),
-    "synthetic": TraceCase("synthetic", 800, 1.5),
+    "conversation": TraceCase("trace", 600, 1.5),
+    "synthetic": TraceCase("synthetic", 300, 1.5),
     "toolagent": TraceCase("toolagent", 190, 1.0),
-    "agentic": TraceCase("agentic", 16, 10.0, "qwen3-30b-a3b", "h200", 64, 60.0),
+    "agentic": TraceCase("agentic", 12, 10.0, "qwen3-30b-a3b", "h200", 64, 60.0),
     "azure-conv": TraceCase("azure-conv", 2000, 6.0),
     "azure-code": TraceCase("azure-code", 2000, 6.0),
     "servegen": TraceCase("servegen", 2000, 1.0),
@@ -111,8 +115,11 @@ def workload_of(case: TraceCase, data: Path | None, load: float) -> Workload:
 def measure_rule(case: TraceCase, workload: Workload, policy: str, fetches: bool) -> tuple[Figures, float]:
     """The figures of one rule, and how busy the devices were."""
     patient = AdmissionConfig(waiting_max=1_000_000, wait_ns=10_000 * NS_PER_S)
-    policy_name = "prompt-tree" if policy in RULES else policy
-    cluster = ClusterConfig(policy=policy_name, admission=patient, stalled_after_ns=100_000 * NS_PER_S)
+    policy_name = {DEFAULT: OURS, **dict.fromkeys(RULES, "prompt-tree")}.get(policy, policy)
+    shares = "auto" if policy == DEFAULT else "off"
+    cluster = ClusterConfig(
+        policy=policy_name, sequence_parallel=shares, admission=patient, stalled_after_ns=100_000 * NS_PER_S
+    )
     hardware = machine(case.model, case.device, 1, case.dram_gib * GIB, BLOCK_TOKENS)
     setup = Setup(parse_instances(str(INSTANCES)), hardware, cluster, GPU_SCHEDULER)
     world = RuledWorld(setup, workload, RULES.get(policy), fetches)
@@ -139,10 +146,10 @@ class RouterResults(StudyResults):
         """Our mean and P99 of the time to the first token over the best of the other rules, without their fetches and
         with ours. Empty: not measured."""
         points = [point for point in self.points if point.trace == trace]
-        ours = next((point for point in points if point.policy == OURS and point.fetches), None)
+        ours = next((point for point in points if point.policy == DEFAULT), None)
         ratios = {}
         for name, fetches in (("as they are", False), ("with our fetches", True)):
-            rivals = [point for point in points if point.policy != OURS and point.fetches is fetches]
+            rivals = [point for point in points if point.policy not in (OURS, DEFAULT) and point.fetches is fetches]
             if ours is not None and rivals:
                 ratios[f"mean, {name}"] = ours.ttft_mean_s / min(point.ttft_mean_s for point in rivals)
                 ratios[f"P99, {name}"] = ours.ttft_p99_s / min(point.ttft_p99_s for point in rivals)
@@ -168,11 +175,11 @@ class RouterStudy(Study[RouterResults]):
             except UserError as error:
                 self.results.notes.append(f"{name} left out: {error}")
                 continue
-            for fetches in (False, True):
-                for policy in plan.policies:
-                    point = _point(name, policy, fetches, *measure_rule(case, workload, policy, fetches))
-                    self.results.points.append(point)
-                    tell(f"{name}, {policy}{'' if fetches else ' without fetches'}: {MS * point.ttft_mean_s:.0f} ms")
+            rules = [(policy, fetches) for fetches in (False, True) for policy in plan.policies]
+            for policy, fetches in [*rules, (DEFAULT, True)]:
+                point = _point(name, policy, fetches, *measure_rule(case, workload, policy, fetches))
+                self.results.points.append(point)
+                tell(f"{name}, {policy}{'' if fetches else ' without fetches'}: {MS * point.ttft_mean_s:.0f} ms")
         if not self.results.points:
             raise UserError("no trace was found", hint="; ".join(self.results.notes))
 
