@@ -18,7 +18,7 @@ from memserve.base.errors import UserError
 from memserve.base.units import GIB, NS_PER_S
 from memserve_lab.bench.catalogue import Arrivals, Recipe, build
 from memserve_lab.bench.metrics import Figures, figures
-from memserve_lab.bench.report_writer import MS, Cell, Drawing, Table, plain_log_axis
+from memserve_lab.bench.report_writer import MS, Cell, Drawing, Table
 from memserve_lab.bench.study import Study, StudyResults, Tell
 from memserve_lab.cli.sim_results import record_of
 from memserve_lab.sim.hardware import machine
@@ -228,26 +228,26 @@ def _point(trace: str, policy: str, fetches: bool, summary: Figures, busy_share:
 
 
 def draw_rules(pyplot: Any, results: RouterResults) -> Any:
-    """Bars of the mean, lines of P99, for each trace."""
+    """Bars of the mean above those of P99, for each trace."""
     traces = list(dict.fromkeys(point.trace for point in results.points))
-    size = 4.2 * len(traces), 4.4
-    figure, panels = pyplot.subplots(1, len(traces), figsize=size, layout="constrained", squeeze=False)
-    for trace, axes in zip(traces, panels[0], strict=True):
+    size = 4.2 * len(traces), 6.4
+    figure, rows = pyplot.subplots(2, len(traces), figsize=size, layout="constrained", squeeze=False, sharex="col")
+    for column, trace in enumerate(traces):
         points = [point for point in results.points if point.trace == trace]
         names = list(dict.fromkeys(point.policy for point in points))
-        for shift, fetches in ((-0.2, False), (0.2, True)):
-            by_policy = {point.policy: point for point in points if point.fetches is fetches}
-            places = [place + shift for place, name in enumerate(names) if name in by_policy]
-            label, color = ("with fetches" if fetches else "without"), f"C{int(fetches)}"
-            axes.bar(places, [MS * point.ttft_mean_s for point in by_policy.values()], 0.36, label=label, color=color)
-            axes.plot(
-                places, [MS * point.ttft_p99_s for point in by_policy.values()], "_", color="black", markersize=12
-            )
-        axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
-        axes.set(title=trace, yscale="log")
-        plain_log_axis(axes.yaxis)
-        axes.grid(axis="y", alpha=0.3)
-    panels[0][0].set(ylabel="TTFT (ms): mean, P99 as a dash")
-    panels[0][0].legend(fontsize=8)
+        for row, value in enumerate(("ttft_mean_s", "ttft_p99_s")):
+            axes = rows[row][column]
+            for shift, fetches in ((-0.2, False), (0.2, True)):
+                by_policy = {point.policy: MS * getattr(point, value) for point in points if point.fetches is fetches}
+                places = [place + shift for place, name in enumerate(names) if name in by_policy]
+                label = "with fetches" if fetches else "without"
+                axes.bar(places, list(by_policy.values()), 0.36, label=label, color=f"C{int(fetches)}")
+            axes.grid(axis="y", alpha=0.3)
+            axes.set_axisbelow(True)
+        rows[0][column].set(title=trace)
+        rows[1][column].set_xticks(range(len(names)), names, rotation=40, ha="right")
+    rows[0][0].set(ylabel="TTFT, mean (ms)")
+    rows[1][0].set(ylabel="TTFT, P99 (ms)")
+    figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.suptitle("Time to the first token by routing rule, simulated")
     return figure
