@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from memserve.base.config import AdmissionConfig, ClusterConfig
+from memserve.base.types import Admission
 from memserve.base.units import GIB, NS_PER_S
 from memserve_lab.bench.metrics import figures
 from memserve_lab.bench.report_writer import MS, Table
@@ -103,14 +104,18 @@ def precise_worlds(plan: RatioPlan) -> Iterator[tuple[str, RuledWorld]]:
 
 
 def store_worlds(plan: RatioPlan) -> Iterator[tuple[str, RuledWorld]]:
-    """Two instances with HBM alone, and with a store beside the first."""
+    """Two instances with HBM alone; with a store beside the first; and with admission that minds caches, too."""
     shape = AgentShape(turns=plan.turns, first_tokens=plan.first_tokens)
     workload = agent_workload(shape, "tools", plan.users, 2 * plan.users, plan.seed)
     hardware = machine("llama-3-8b", "h100", block_tokens=BLOCK_TOKENS)
     hardware = dataclasses.replace(hardware, hbm_blocks=blocks_for(workload, plan.users, plan.share / 2, BLOCK_TOKENS))
     setup = Setup(parse_instances("2"), hardware, _patient("cost"), GPU_SCHEDULER)
     yield "HBM alone", RuledWorld(setup, workload)
-    yield "with a store", RuledWorld(dataclasses.replace(setup, stores=StoreSetup(1024 * GIB)), workload)
+    stored = dataclasses.replace(setup, stores=StoreSetup(1024 * GIB))
+    yield "with a store", RuledWorld(stored, workload)
+    admission = dataclasses.replace(setup.cluster.admission, mode=Admission.CACHE)
+    cluster = dataclasses.replace(setup.cluster, admission=admission)
+    yield "with a store, --admission cache", RuledWorld(dataclasses.replace(stored, cluster=cluster), workload)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -58,7 +58,7 @@ class TraceCase:
 
 
 CASES = {
-    "conversation": TraceCase("trace", 600, 1.5),
+    "conversation": TraceCase("trace", 500, 1.5),
     "synthetic": TraceCase("synthetic", 300, 1.5),
     "toolagent": TraceCase("toolagent", 190, 1.0),
     "agentic": TraceCase("agentic", 12, 10.0, "qwen3-30b-a3b", "h200", 64, 60.0),
