@@ -207,10 +207,6 @@ class SchedulerConfig:
         return self.max_step_tokens or STEP_TOKENS_CPU
 
     @property
-    def computes_prompts_alone(self) -> bool:
-        return self.scheduling == "prefill-first"
-
-    @property
     def chunk_tokens(self) -> int:
         """Largest piece of one prompt computed in one step."""
         return self.prefill_chunk_tokens or self.step_tokens

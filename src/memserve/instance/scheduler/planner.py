@@ -140,7 +140,7 @@ class Planner:
             self.state.compute_again(self.sharing.lowest_in_dram())
         budget = self.config.step_tokens
         opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
-        alone = self.config.computes_prompts_alone and self._fill_with_prompts(batch, now_ns, opens)
+        alone = self.config.scheduling == "prefill-first" and self._fill_with_prompts(batch, now_ns, opens)
         stalled, drafts = False, []
         if self.state.decoding.items and not alone:
             allowed = self._within_objectives(budget, begins_ns)
@@ -152,7 +152,7 @@ class Planner:
             # objectives bound what prompts may add to this step, not the decodes that they protect
             budget = min(budget - batch.add_decodes(not stalled), allowed)
         budget -= self._add_resumed(batch)
-        if self._has_prompts and not self.config.computes_prompts_alone:
+        if self._has_prompts and not self.config.scheduling == "prefill-first":
             self._add_prefills(batch, budget, now_ns, stalled, opens)
         if not stalled:
             # after the prompts, and not while decodes lack blocks: it would take what these were short of
@@ -351,7 +351,7 @@ class Planner:
         if sequence.inexact is not None:
             return sequence.inexact.end_of_chunk(sequence.computed, sequence.known_length, min(chunk_max, budget))
         count = chunk_tokens(sequence.computed, row_end, chunk_max, budget, block_tokens)
-        if self.config.computes_prompts_alone and batch.plan.slots and sequence.computed + count < row_end:
+        if self.config.scheduling == "prefill-first" and batch.plan.slots and sequence.computed + count < row_end:
             return 0  # it is computed whole, or at least begins its own step
         return sequence.computed + count if count else 0
 
