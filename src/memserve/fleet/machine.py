@@ -28,6 +28,7 @@ from memserve.fleet.kv_formats import Hash
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
     AnswerBegan,
+    AnsweredElsewhere,
     AnswerEnded,
     AttemptFailed,
     EngineAnswered,
@@ -70,8 +71,7 @@ class _Entry:
     """A request that has not ended."""
 
     state: RequestState
-    model: str
-    space: PromptSpace
+    arrival: PromptArrived
     engine: FleetEngine | None = None
     charge: Charge | None = None
     failures: dict[str, AttemptFailed] = field(default_factory=dict)
@@ -82,6 +82,20 @@ class _Entry:
     """``engine`` computes its prompt, for another one to answer."""
     is_computed: bool = False
     """An engine has."""
+    identities: dict[int, bytes] = field(default_factory=dict)
+    """Of its prompt's blocks, by engine; only while it is placed."""
+
+    @property
+    def space(self) -> PromptSpace:
+        """What its prompt's numbers are."""
+        return self.arrival.space
+
+    def may_have(self, engine: FleetEngine) -> bool:
+        """Whether ``engine`` has its model, and was neither ruled out nor tried."""
+        arrival = self.arrival
+        has_model = arrival.model in engine.report.models or not arrival.model
+        is_allowed = arrival.engines is None or engine.name in arrival.engines
+        return has_model and is_allowed and engine.name not in self.failures
 
 
 class Fleet:
@@ -117,6 +131,7 @@ class Fleet:
             AnswerBegan: lambda event, _: self._on_answer_began(event.request_id),
             AnswerEnded: self._on_answer_ended,
             AttemptFailed: self._on_attempt_failed,
+            AnsweredElsewhere: self._on_answered_elsewhere,
             EngineAnswered: engines.on_engine_answered,
             EngineMissed: engines.on_engine_missed,
             KvReceived: engines.on_kv_received,
@@ -141,7 +156,7 @@ class Fleet:
         request = with_operator_settings(event.request, self.config.admission)
         check(request.request_id not in self._entries, "{} is known", request.request_id)
         state = RequestState(request, now_ns)
-        entry = self._entries[request.request_id] = _Entry(state, event.model, event.space, may_split=event.may_split)
+        entry = self._entries[request.request_id] = _Entry(state, event, may_split=event.may_split)
         if not self._open_for(entry):
             self._fail_request(entry, now_ns)
             return
@@ -179,25 +194,14 @@ class Fleet:
 
     def _open_for(self, entry: _Entry) -> list[FleetEngine]:
         """Engines that may be tried."""
-        return [
-            engine
-            for engine in self._engines
-            if engine.is_open and entry.model in engine.report.models and engine.name not in entry.failures
-        ]
+        return [engine for engine in self._engines if engine.is_open and entry.may_have(engine)]
 
     def _place_request(self, entry: _Entry, now_ns: int) -> None:
         engines = self._open_for(entry) if len(entry.failures) < self.config.attempts_max else []
         if not engines:
             self._fail_request(entry, now_ns)
             return
-        identities = {engine.number: self._prompt_identities(entry, engine) for engine in engines}
-        matches = {packed: self._trees.match_prompt(packed, len(self._loads)) for packed in set(identities.values())}
-        candidates = {
-            engine.name: self._candidate_of(
-                entry, engine, int(matches[identities[engine.number]].blocks[engine.number])
-            )
-            for engine in engines
-        }
+        candidates = self._candidates_of(entry, engines)
         request = entry.state.request
         ask = Ask(max(1, len(request.prompt)), request.stop.max_tokens, request.n)
         cached = max(candidate.matched_tokens for candidate in candidates.values())
@@ -206,21 +210,44 @@ class Fleet:
         route = self._decide(ask, [candidates[engine.name] for engine in team], ())
         target = next(engine for engine in team if engine.number == route.first.number)
         entry.is_computing = target.spec.role is Role.PREFILL and len(team) < len(engines)
+        fallbacks = self._rank_fallbacks(entry, ask, [candidates[e.name] for e in team if e is not target])
         self._charge_attempt(entry, target, route.first, now_ns)
-        self._actions.append(self._attempt_action(entry, target.name, route))
-        by_events = entry.space is PromptSpace.TOKENS
-        self._trees.expect_blocks(target.number, identities[target.number], now_ns, by_events=by_events)
+        self._actions.append(self._attempt_action(entry, target.name, route, fallbacks))
 
-    def _attempt_action(self, entry: _Entry, engine: str, route: Route) -> Prefill | ForwardRequest:
+    def _candidates_of(self, entry: _Entry, engines: list[FleetEngine]) -> dict[str, Candidate]:
+        """``engines`` by name, as the policies see them."""
+        entry.identities = identities = {engine.number: self._prompt_identities(entry, engine) for engine in engines}
+        matches = {packed: self._trees.match_prompt(packed, len(self._loads)) for packed in set(identities.values())}
+        return {
+            engine.name: self._candidate_of(
+                entry, engine, int(matches[identities[engine.number]].blocks[engine.number])
+            )
+            for engine in engines
+        }
+
+    def _rank_fallbacks(self, entry: _Entry, ask: Ask, candidates: list[Candidate]) -> tuple[str, ...]:
+        """The engines that would be tried after the first one, in order, where a gateway tries them by itself."""
+        names: list[str] = []
+        most = self.config.attempts_max - 1 if entry.arrival.is_handed_out and not entry.is_computing else 0
+        while candidates and len(names) < most:
+            chosen = self._decide(ask, candidates, ()).first
+            names.append(chosen.name)
+            candidates = [candidate for candidate in candidates if candidate.number != chosen.number]
+        return tuple(names)
+
+    def _attempt_action(
+        self, entry: _Entry, engine: str, route: Route, fallbacks: tuple[str, ...]
+    ) -> Prefill | ForwardRequest:
         request = entry.state.request
         if entry.is_computing:
             return Prefill(request.request_id, engine, route.reason)
         prompt_facts = entry.space, len(request.prompt), route.first.matched_tokens
-        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts)
+        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts, fallbacks)
 
     def _prompt_identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
-        fingerprint = fingerprint_of(engine.report.models[entry.model], entry.space, block_tokens)
+        weights = engine.report.models.get(entry.arrival.model, engine.base_model)
+        fingerprint = fingerprint_of(weights, entry.space, block_tokens)
         return self._trees.prompt_identities(request.salt, fingerprint, request.prompt, block_tokens)
 
     def _candidate_of(self, entry: _Entry, engine: FleetEngine, blocks: int) -> Candidate:
@@ -250,6 +277,9 @@ class Fleet:
         )
         if engine.feed is not None and engine.silent_since_ns is None:
             engine.silent_since_ns = now_ns
+        by_events = entry.space is PromptSpace.TOKENS
+        self._trees.expect_blocks(engine.number, entry.identities[engine.number], now_ns, by_events=by_events)
+        entry.identities = {}  # of a long prompt they take a lot of room
 
     def _on_prompt_computed(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
@@ -290,6 +320,15 @@ class Fleet:
             self._engines.close_engine(engine, event.reason)
         self._detach_engine(entry)
         self._place_request(entry, now_ns)
+
+    def _on_answered_elsewhere(self, event: AnsweredElsewhere, now_ns: int) -> None:
+        entry = self._entries.get(event.request_id)
+        engine = next((engine for engine in self._engines if engine.name == event.engine), None)
+        if entry is None or entry.engine is None or engine is None or engine is entry.engine:
+            return
+        entry.engine.view = replace(entry.engine.view, failed=entry.engine.view.failed + 1)
+        self._detach_engine(entry)
+        self._charge_attempt(entry, engine, self._candidates_of(entry, [engine])[engine.name], now_ns)
 
     def _fail_request(self, entry: _Entry, now_ns: int) -> None:
         failures = entry.failures

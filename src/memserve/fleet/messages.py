@@ -189,9 +189,14 @@ class PromptArrived:
 
     request: Request
     model: str
+    """Empty: any engine will do."""
     space: PromptSpace
     may_split: bool = True
     """One engine may compute its prompt, and another one answer."""
+    engines: frozenset[str] | None = None
+    """Those that may have it; ``None``: all."""
+    is_handed_out: bool = False
+    """It is sent by something else, a gateway, which goes on to other engines by itself: it is told them in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +236,14 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AnsweredElsewhere:
+    """The gateway has gone on: this engine answers the request, and the one that was chosen gave no answer."""
+
+    request_id: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvReceived:
     """A batch of KV events, as it came."""
 
@@ -254,7 +267,7 @@ class TimePassed:
 
 FleetEvent = (
     EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | PromptComputed | AnswerBegan
-    | AnswerEnded | AttemptFailed | KvReceived | ReplayEnded | TimePassed
+    | AnswerEnded | AnsweredElsewhere | AttemptFailed | KvReceived | ReplayEnded | TimePassed
 )  # fmt: skip
 
 
@@ -272,6 +285,8 @@ class ForwardRequest:
     prompt_tokens: int = 0
     matched_tokens: int = 0
     """Of the prompt, what this engine is believed to have cached."""
+    fallbacks: tuple[str, ...] = ()
+    """Of a request that is handed out: the engines that come next where this one gives no answer, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,25 +22,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
-import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
-from memserve.api.http.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
+from memserve.api.http.errors import ApiError, echo, rejected, shutting_down
 from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body, wait_for_disconnect
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.endpoints import EXPLAIN_HEADER, wants_explanation
 from memserve.api.ui.timelines import FORWARDED_KEY
-from memserve.base.types import VOCAB_MAX, Request, StopParams, TokenArray
 from memserve.base.units import MIB
 from memserve.fleet.host import FleetHost, Ticket
 from memserve.fleet.messages import (
@@ -49,10 +45,10 @@ from memserve.fleet.messages import (
     ForwardRequest,
     GiveUp,
     Prefill,
-    PromptArrived,
     PromptComputed,
     PromptSpace,
 )
+from memserve.fleet.prompts import PromptReader, read_field, read_fields
 from memserve.host.engine import rejection_of
 
 _ASKS = {
@@ -64,17 +60,7 @@ _OF_ANSWERS = (
     "response_format", "structured_outputs",
 )  # fmt: skip
 """Fields that say how to answer: one token needs none of them, and some of them forbid it."""
-_WHOLE = ("kv_transfer_params", "echo", "prompt_logprobs", "use_beam_search")
-"""With these a request is not split: its client does so itself, or the engine that answers reads no KV of others."""
-_NOTHING = (b"null", b"false")
 _encode = msgspec.json.encode
-
-
-def may_split(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Whether one engine may compute the prompt and another one answer: it is one prompt, and nothing forbids it."""
-    prompt = bytes(fields.get("prompt", b"")).lstrip()
-    is_list = prompt.startswith(b"[") and prompt[1:].lstrip()[:1] in (b"[", b'"')
-    return not is_list and all(bytes(fields.get(name, b"null")) in _NOTHING for name in _WHOLE)
 
 
 def prefill_body(body: bytes) -> bytes:
@@ -126,46 +112,14 @@ def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]
     return entry | {"story": [{"fact": fact, "value": value} for fact, value in facts.items()]}
 
 
-TOKENIZE_S = 1.0
-"""How long an engine has to tokenize a prompt; without its tokens the prompt's text is compared."""
-TEXT_BYTES_MAX = 4 * MIB
 ANSWER_BYTES_MAX = 64 * MIB
 EVENT_BYTES_MAX = 4 * MIB
-OUTPUT_TOKENS_USUAL = 256
 _ELSEWHERE = (404, 408, 425, 429)
 """Client errors that another engine may not make. All other ones are the client's own."""
 _NOT_ENGINES = frozenset((b"authorization", b"x-request-id", b"cookie"))
 """Of a client, and not for engines of others."""
-_FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
-               "continue_final_message", "chat_template", "reasoning_effort")  # fmt: skip
-_FOR_TEMPLATE = ("reasoning_effort", "documents")
 _FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
 _DONE = b"[DONE]"
-RequestFields = dict[str, msgspec.Raw]
-
-
-def read_fields(body: bytes) -> RequestFields:
-    """The fields of a request. Raises :class:`ApiError` 400 for anything but a JSON object."""
-    try:
-        return msgspec.json.decode(body, type=RequestFields)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(f"The request body is not a JSON object: {error}") from None
-
-
-def _read_field(fields: RequestFields, name: str, kind: type[Any]) -> Any | None:
-    """A field, if it is there and of that kind; what is wrong with it the engine says better."""
-    try:
-        return msgspec.json.decode(fields[name], type=kind)
-    except (KeyError, msgspec.DecodeError, RecursionError):
-        return None
-
-
-def text_numbers(fields: RequestFields) -> TokenArray:
-    """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
-    prompt = fields.get("messages", fields.get("prompt", msgspec.Raw(b"")))
-    text = (bytes(fields.get("tools", b"")) + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
-    numbers = np.frombuffer(text[: len(text) // 4 * 4], np.int32) & np.int32(VOCAB_MAX - 1)
-    return numbers if len(numbers) else np.zeros(1, np.int32)
 
 
 class Relay:
@@ -176,6 +130,7 @@ class Relay:
         are the router's, and no engine's."""
         self._host, self._edge, self._metrics = host, edge, metrics
         self._silence_s, self._has_keys = silence_s, has_keys
+        self._prompts = PromptReader(host)
         self.draining = False
 
     @property
@@ -193,11 +148,11 @@ class Relay:
         async with contextlib.AsyncExitStack() as stack:
             body = await stack.enter_async_context(json_body(scope, receive, self._edge))
             fields = read_fields(body)
-            ticket = self._host.submit_prompt(await self._read_prompt(scope, fields))
+            ticket = self._host.submit_prompt(await self._prompts.read_prompt(fields, scope[TENANT_KEY]))
             watcher = asyncio.create_task(_end_on_disconnect(ticket, receive))
             is_cut = False
             try:
-                answer = await self._first_answer(ticket, scope, body, _read_field(fields, "stream", bool) or False)
+                answer = await self._first_answer(ticket, scope, body, read_field(fields, "stream", bool) or False)
                 self._host.post_event(AnswerBegan(ticket.request_id))
                 del body, fields
                 await stack.aclose()  # the body must not stay in memory while the answer is sent
@@ -208,100 +163,20 @@ class Relay:
                     ticket.call.close()
                 self._host.finish_request(ticket, is_cut=is_cut)
 
-    # -- what is asked
-
-    async def _read_prompt(self, scope: Scope, fields: RequestFields) -> PromptArrived:
-        model = self._requested_model(fields)
-        space, tokens = await self._prompt_numbers(fields, model)
-        most = _read_field(fields, "max_completion_tokens", int) or _read_field(fields, "max_tokens", int)
-        salt = _read_field(fields, "cache_salt", str)
-        request = Request(
-            uuid.uuid4().hex,
-            tokens,
-            stop=StopParams(max(1, most or OUTPUT_TOKENS_USUAL)),
-            n=min(128, max(1, _read_field(fields, "n", int) or 1)),
-            tenant=scope[TENANT_KEY],
-            salt=blake2b(salt.encode(), digest_size=16).hexdigest() if salt else "",
-        )
-        return PromptArrived(request, model, space, may_split(fields))
-
-    def _requested_model(self, fields: RequestFields) -> str:
-        models = self._host.machine.engines_by_model()
-        if not models:
-            raise no_engine()
-        name: str | None = _read_field(fields, "model", str)
-        if name is None and len(models) == 1:
-            return str(next(iter(models)))
-        if name is None:
-            raise bad_request(f"Name one of the models: {echo(', '.join(models))}", "model")
-        if name not in models:
-            raise model_not_found(name, ", ".join(models))
-        return name
-
-    async def _prompt_numbers(self, fields: RequestFields, model: str) -> tuple[PromptSpace, TokenArray]:
-        token_ids = _read_field(fields, "prompt", list[int]) or next(
-            iter(_read_field(fields, "prompt", list[list[int]]) or ()), None
-        )
-        if token_ids and all(0 <= token < VOCAB_MAX for token in token_ids):
-            return PromptSpace.TOKENS, np.array(token_ids, np.int32)
-        engine = self._host.machine.tokenizing_engine(model)
-        if engine is not None:
-            tokens = await self._tokenize_prompt(engine, fields, model)
-            if tokens is not None:
-                return PromptSpace.TOKENS, tokens
-        return PromptSpace.TEXT, text_numbers(fields)
-
-    async def _tokenize_prompt(self, engine: str, request_fields: RequestFields, model: str) -> TokenArray | None:
-        fields: dict[str, Any] = {name: request_fields[name] for name in _FOR_TOKENS if name in request_fields}
-        template = _read_field(request_fields, "chat_template_kwargs", RequestFields) or {}
-        template |= {name: request_fields[name] for name in _FOR_TEMPLATE if name in request_fields}
-        fields |= {"chat_template_kwargs": template} if template else {}
-        several = _read_field(request_fields, "prompt", list[str])
-        if several:
-            fields["prompt"] = several[0]
-        with contextlib.suppress(HttpFault, msgspec.DecodeError, ValueError):
-            body = _encode({"model": model, **fields})
-            status, page = await self._host.fetch_page(self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S)
-            tokens = msgspec.json.decode(page, type=_Tokens).tokens if status == 200 else []
-            if tokens and all(0 <= token < VOCAB_MAX for token in tokens):
-                return np.array(tokens, np.int32)
-        return None
-
-    # -- answering
-
     async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, stream: bool) -> _Answer:
         """The first answer that an engine gives. Raises :class:`ApiError` when none does."""
-        headers, failures = self._forwarded_headers(scope), dict[str, str]()
+        call = ForwardedCall(scope["path"], self._forwarded_headers(scope), self._silence_s)
+        attempts = Attempts(self._host, ticket, call, self._metrics)
         while True:
-            decision = await ticket.next_decision()
-            if isinstance(decision, GiveUp):
-                raise give_up_error(decision)
-            if not isinstance(decision, ForwardRequest | Prefill):
-                self._metrics.rejected.value += 1
-                raise rejected(rejection_of(decision))
-            ticket.call = HttpCall(self._host.specs[decision.engine].url)
-            is_answer = isinstance(decision, ForwardRequest)
-            scope[FORWARDED_KEY] = partial(timeline_entry, decision, failures)
-            try:
-                sent_body = body if is_answer else prefill_body(body)
-                await ticket.call.send_request("POST", scope["path"], headers, sent_body, self._silence_s)
-                answer = await _answer_of(ticket.call, stream and is_answer, self._silence_s)
-                if isinstance(decision, ForwardRequest):
-                    answer.headers += [explanation(decision, failures)] if wants_explanation(scope) else []
-                    return answer
-                ticket.call.close()
-                if answer.status == 200:
-                    body = answering_body(body, answer.first)
-                self._host.post_event(PromptComputed(ticket.request_id))
-            except HttpFault as fault:
-                ticket.call.close()
-                failures[decision.engine] = fault.reason
-                if ticket.end_error is not None:
-                    raise ticket.end_error from None
-                failed = AttemptFailed(
-                    ticket.request_id, fault.reason, fault.status, fault.retry_after_s, fault.refuses
-                )
-                self._host.post_event(failed)
+            decision = await attempts.next_decision()
+            scope[FORWARDED_KEY] = partial(timeline_entry, decision, attempts.failures)
+            if isinstance(decision, Prefill):
+                body = await attempts.compute_prompt(decision, body)
+                continue
+            answer = await attempts.send_request(decision.engine, body, stream=stream)
+            if answer is not None:
+                answer.headers += [explanation(decision, attempts.failures)] if wants_explanation(scope) else []
+                return answer
 
     def _forwarded_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Of the client, without those of its connection; the engine's key instead of the client's."""
@@ -314,20 +189,66 @@ class Relay:
         return headers
 
 
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
+@dataclass(frozen=True, slots=True)
+class ForwardedCall:
+    """What engines are sent of a request, but for its body."""
+
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    silence_s: float
+    """How long an engine may say nothing in the middle of it."""
+
+
+class Attempts:
+    """What the machine decides for one request, and the engines that it is sent to."""
+
+    def __init__(self, host: FleetHost, ticket: Ticket, call: ForwardedCall, metrics: ApiMetrics) -> None:
+        self._host, self._ticket, self._call, self._metrics = host, ticket, call, metrics
+        #: why each engine that was tried gave no answer
+        self.failures: dict[str, str] = {}
+
+    async def next_decision(self) -> ForwardRequest | Prefill:
+        """Which engine does what next. Raises :class:`ApiError` where none does."""
+        decision = await self._ticket.next_decision()
+        if isinstance(decision, GiveUp):
+            raise give_up_error(decision)
+        if not isinstance(decision, ForwardRequest | Prefill):
+            self._metrics.rejected.value += 1
+            raise rejected(rejection_of(decision))
+        return decision
+
+    async def compute_prompt(self, decision: Prefill, body: bytes) -> bytes:
+        """Have the engine compute the prompt of ``body``. Returns the body for the one that answers: the machine
+        decides anew, whether it was computed or not."""
+        answer = await self.send_request(decision.engine, prefill_body(body))
+        if answer is None:
+            return body
+        assert self._ticket.call is not None
+        self._ticket.call.close()
+        self._host.post_event(PromptComputed(self._ticket.request_id))
+        return answering_body(body, answer.first) if answer.status == 200 else body
+
+    async def send_request(self, engine: str, body: bytes, *, stream: bool = False) -> _Answer | None:
+        """The answer of ``engine``. None: it gave none, and the machine decides anew."""
+        ticket, silence_s = self._ticket, self._call.silence_s
+        ticket.call = HttpCall(self._host.specs[engine].url)
+        try:
+            await ticket.call.send_request("POST", self._call.path, self._call.headers, body, silence_s)
+            return await _answer_of(ticket.call, stream, silence_s)
+        except HttpFault as fault:
+            ticket.call.close()
+            self.failures[engine] = fault.reason
+            if ticket.end_error is not None:
+                raise ticket.end_error from None
+            self._host.post_event(
+                AttemptFailed(ticket.request_id, fault.reason, fault.status, fault.retry_after_s, fault.refuses)
+            )
+            return None
 
 
 async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:
     await wait_for_disconnect(receive)
     ticket.end_request(ClientGone())
-
-
-def no_engine() -> ApiError:
-    """503: no engine has answered yet."""
-    return ApiError(
-        503, "No engine has answered yet", kind="server_error", code="no_engine", headers={"retry-after": "5"}
-    )
 
 
 def give_up_error(action: GiveUp) -> ApiError:
@@ -390,13 +311,18 @@ async def _answer_of(call: HttpCall, stream: bool, silence_s: float) -> _Answer:
     body = await call.read_body(ANSWER_BYTES_MAX, silence_s)
     if call.status == 200:
         _check_object(body, kind)
-    elif not 400 <= call.status < 500 or call.status in _ELSEWHERE:
+    elif is_failure(call.status):
         busy = call.status in (429, 503)
         status = call.status if busy or call.status == 404 else 502
         excerpt = echo(body.decode("utf-8", "replace"), 120)
         wait_s = _seconds(call.header(b"retry-after")) if busy else None
         raise HttpFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
     return _Answer(call.status, headers, body)
+
+
+def is_failure(status: int) -> bool:
+    """Whether another engine may answer better than with this status, which is not 200."""
+    return not 400 <= status < 500 or status in _ELSEWHERE
 
 
 def _seconds(text: str) -> float:
