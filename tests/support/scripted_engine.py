@@ -83,7 +83,8 @@ class ScriptedEngine:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             first, *lines = head.split("\r\n")
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
-            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            is_chunked = headers.get("transfer-encoding") == "chunked"
+            body = await (_chunks(reader) if is_chunked else reader.readexactly(int(headers.get("content-length", 0))))
             await self._one(Asked(first.split()[1], headers, body), writer)
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -106,6 +107,15 @@ class ScriptedEngine:
         else:
             self.asked.append(asked)
             await self.script(asked, writer)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body without a length."""
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:size]
+    await reader.readline()
+    return body
 
 
 @contextlib.contextmanager

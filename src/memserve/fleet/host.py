@@ -8,6 +8,7 @@ import itertools
 import logging
 import math
 import re
+import ssl
 import time
 from collections.abc import Callable, Sequence
 
@@ -64,6 +65,7 @@ _METRICS = {
     EngineKind.VLLM: ("vllm:num_requests_running", "vllm:num_requests_waiting",
                       ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
     EngineKind.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", ("sglang:token_usage",)),
+    EngineKind.MEMSERVE: ("memserve_instance_sequences_running", "memserve_instance_requests_waiting", ()),
 }  # fmt: skip
 """Running, waiting, and the share of KV memory in use, by newer and older names."""
 
@@ -112,10 +114,10 @@ class FleetHost:
         identity_key: bytes = DEFAULT_KEY,
         engine_key: str | Followed[str] | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
-        listed: Followed[tuple[EngineSpec, ...]] | None = None,
+        listed: Callable[[], Sequence[EngineSpec]] | None = None,
     ) -> None:
-        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`. ``listed``: the engines of
-        the owner, whose joins and leaves are followed; None: this router is the owner, or the only one."""
+        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`. ``listed``: the engines
+        that there are to be, for what follows them; None: they join and leave here."""
         self.specs = {spec.name: spec for spec in specs}
         self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.of_constant(engine_key)
         self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
@@ -128,6 +130,8 @@ class FleetHost:
         self._leaving: set[str] = set()
         #: of the router that lets engines join and leave; None: this one
         self.owner_url: str | None = None
+        #: for engines at ``https``; None: their certificates are checked
+        self.tls: ssl.SSLContext | None = None
         #: called with the engines that there are to be, when one has joined or leaves
         self.on_engines_changed: Callable[[Sequence[EngineSpec]], None] = lambda specs: None
 
@@ -148,11 +152,11 @@ class FleetHost:
         if self._listed is not None:
             self._list_tasks.append(asyncio.create_task(self._follow_list(self._listed)))
 
-    async def _follow_list(self, listed: Followed[tuple[EngineSpec, ...]]) -> None:
-        """Let engines join and leave as the owner's do."""
+    async def _follow_list(self, listed: Callable[[], Sequence[EngineSpec]]) -> None:
+        """Let engines join and leave as they do elsewhere."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            specs = {spec.name: spec for spec in listed.value()}
+            specs = {spec.name: spec for spec in listed()}
             for name in [name for name, spec in self.specs.items() if specs.get(name) != spec]:
                 if name not in self._leaving:
                     self.leave_engine(name)
@@ -298,7 +302,7 @@ class FleetHost:
         headers = [(b"accept", b"*/*"), (b"content-type", b"application/json")]
         if (key := self.engine_key) is not None:
             headers.append((b"authorization", b"Bearer %b" % key.encode()))
-        call = HttpCall(spec.url)
+        call = HttpCall(spec.url, self.tls)
         try:
             async with asyncio.timeout(deadline_s):
                 await call.send_request(method, path, headers, body, deadline_s)

@@ -23,6 +23,7 @@ class EngineKind(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
+    MEMSERVE = "memserve"  # a router with instances of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class EngineSpec:
 
 def read_engine(text: str) -> EngineSpec:
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,format=NAME][,role=prefill]``, or
-    ``sglang=``.
+    ``sglang=``, ``memserve=``.
 
     Raises :class:`UserError` for anything else.
     """
@@ -75,12 +76,15 @@ def read_engine(text: str) -> EngineSpec:
     if role != Role.COLOCATED and kind != EngineKind.VLLM:
         hint = "leave role= out: such a server computes and answers"
         raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
-    events_format = settings.pop("format", kind)
+    if kind == EngineKind.MEMSERVE and settings:
+        hint = "leave them out: requests that begin alike go to one router, and it knows its instances"
+        raise UserError("routers of memserve publish no KV events", hint=hint, param="engine")
+    events_format = settings.pop("format", EngineKind.VLLM if kind == EngineKind.MEMSERVE else kind)
     KV_EVENT_FORMATS.load(events_format)
     wrong = [value for value in settings.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
-    if "events" not in settings and ("replay" in settings or events_format != kind):
+    if "events" not in settings and ("replay" in settings or events_format not in (kind, EngineKind.VLLM)):
         raise UserError("only events that an engine publishes are repeated, or read", hint=ENGINE_HINT, param="engine")
     return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role))
 
@@ -94,9 +98,10 @@ class FleetOptions:
     """Servers of other projects behind the router."""
 
     engines: tuple[str, ...] = option((), "--engine", form=MANY)
-    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
-    server instead of instances. Repeatable. With ``,role=prefill`` and ``,role=decode`` one vLLM computes prompts and
-    another one answers. With ``,format=NAME`` a plug-in reads its events (`memserve doctor` lists them)."""
+    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, ``sglang=``, or ``memserve=``
+    (another router): serve through this server instead of instances. Repeatable. With ``,role=prefill`` and
+    ``,role=decode`` one vLLM computes prompts and another one answers. With ``,format=NAME`` a plug-in reads its events
+    (`memserve doctor` lists them)."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")

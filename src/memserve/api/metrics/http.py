@@ -138,6 +138,10 @@ class ApiMetrics:
         )
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
         self.rejected = counter("memserve_rejected_requests", "Requests of clients that were rejected before they ran")
+        self.picks = LabelledTally(
+            "memserve_picks", "Requests of gateways by the status of the endpoint picker's answer; 200: an endpoint",
+            ["status"], self.registry,
+        )  # fmt: skip
         self.disconnected = counter(
             "memserve_disconnected_requests", "HTTP requests of clients that left before the end of their answer"
         )

@@ -24,6 +24,7 @@ from memserve.base.deployment import Followers, StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli.cluster.http import followers_at, listening, own_listener, serve_app
+from memserve.cli.cluster.picker import Endpoints
 from memserve.cli.credentials import followed_key, read_secret
 from memserve.cli.flags import HttpOptions
 from memserve.fleet.messages import EngineSpec, FleetOptions, read_engine
@@ -91,7 +92,7 @@ def run_further_router(
     # each router numbers engines in another order: of those that are equally good they choose different ones
     specs, turn = listed.value(), int(name.rpartition("-")[2])
     turn %= max(1, len(specs))
-    host = _fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed)
+    host = _fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed.value)
     host.owner_url = owner_url
     with listening(http, is_shared=True) as listener:
         _serve_fleet(host, options, [listener], http, list)
@@ -140,7 +141,7 @@ def _fleet_host(
     options: FleetOptions,
     config: ClusterConfig,
     specs: Sequence[EngineSpec],
-    listed: Followed[tuple[EngineSpec, ...]] | None = None,
+    listed: Callable[[], Sequence[EngineSpec]] | None = None,
 ) -> FleetHost:
     from memserve.fleet.host import FleetHost
 
@@ -157,6 +158,7 @@ def _serve_fleet(
     host: FleetHost, options: FleetOptions, listeners: list[socket.socket], http: HttpOptions,
     ready_lines: Callable[[], list[str]], on_end: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
+    from memserve.api.http.middleware import KeyRing
     from memserve.fleet.app import create_fleet_app
 
     app = create_fleet_app(
@@ -167,7 +169,8 @@ def _serve_fleet(
         limits=http.limits,
         silence_s=options.silence_s,
     )
-    serve_app(app, listeners, http, ready_lines, on_end)
+    endpoints = Endpoints(host, KeyRing(http.api_keys.follow_keys()), options.silence_s)
+    serve_app(app, listeners, http, ready_lines, on_end, endpoints)
 
 
 CALL_S = 10.0

@@ -82,6 +82,8 @@ class FollowerOptions:
     advertise: str | None = None
     model: str = ""
     """The name of the model whose cluster it joins, where the owner has several; empty: the first."""
+    http_at: str = ""
+    """Where clients find it, ``http://host:port``; empty: where they find the owner."""
     outlive: Path | None = None
     """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
 
@@ -90,7 +92,7 @@ class FollowerOptions:
 def router(
     *,
     join: Join,
-    server: ServerConfig,
+    server: Annotated[ServerConfig, opt.Without("endpoint_picker")],
     owner_url: OwnerUrl = "",
     name: Name = None,
     advertise: Advertise = None,
@@ -128,8 +130,15 @@ def router(
         host=listen_host(own_host),
         owner_url=owner_url.rstrip("/"),
         advertise=own_host,
+        http_at=_http_address(own_host, server, is_tls=keys.read_tls() is not None),
     )
     run_follower(models, place, http(*keys.read_keys()), print_lines)
+
+
+def _http_address(own_host: str, server: ServerConfig, *, is_tls: bool) -> str:
+    """Where clients of other hosts find the API; empty: at a port that is not known yet."""
+    host = own_host if server.host in ("0.0.0.0", "::") else server.host
+    return f"http{'s' if is_tls else ''}://{with_port(host, server.port)}" if server.port else ""
 
 
 def _run_supervised(
@@ -229,7 +238,8 @@ def _running_router(
     from memserve.transport.request_server import ListenAddress
 
     self_peer = Peer(place.name, new_generation())
-    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid(), model=place.model)
+    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid(), model=place.model,
+                    http_at=place.http_at)  # fmt: skip
     machine = Follower(
         info,
         place.join,

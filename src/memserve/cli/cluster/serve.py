@@ -29,6 +29,7 @@ from memserve.cli.cluster.http import (
 )
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
 from memserve.cli.cluster.models import Models, NamedModel, has_store, read_models
+from memserve.cli.cluster.picker import OwnRouters, urls_of_routers
 from memserve.cli.cluster.several import refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
@@ -232,4 +233,5 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
     with running_cluster(options, cluster, log_level, print_lines) as running:
         folder = None if running.folder is None else running.folder / BATCHES
         parts = running.engine, running.model, running.text, running.on_end, folder
-        yield Served(*parts, lora_folder_of(options))
+        routers = OwnRouters(cluster.host, lambda: urls_of_routers(running.engine.members()))
+        yield Served(*parts, lora_folder_of(options), routers)
