@@ -56,6 +56,7 @@ def _filters(mode: dict[str, str]) -> list[dict[str, Any]]:
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
         "processing_mode": mode,
         "message_timeout": "10s",
+        "response_attributes": ["upstream.address"],
         "metadata_options": {
             "forwarding_namespaces": {"untyped": ["envoy.lb", "envoy.lb.subset_hint"]},
             "receiving_namespaces": {"untyped": ["envoy.lb"]},

@@ -45,6 +45,7 @@ ENDPOINT = "x-gateway-destination-endpoint"
 NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE, SUBSET = "envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset"
 SERVED = "x-gateway-destination-endpoint-served"
+UPSTREAM = "upstream.address"
 PIECE_BYTES = 60 * KIB
 """Of a body that is sent on in pieces: gateways take no larger frames as they are."""
 
@@ -145,11 +146,12 @@ def read_status(message: Any) -> int:
 
 
 def read_served(message: Any) -> str:
-    """The endpoint that answered, as the gateway says; empty: it does not."""
+    """The endpoint that answered, as the gateway says, or Envoy where its attributes are sent; empty: not known."""
     metadata = message.metadata_context.filter_metadata
-    if NAMESPACE not in metadata or SERVED not in metadata[NAMESPACE].fields:
-        return ""
-    return str(metadata[NAMESPACE].fields[SERVED].string_value)
+    if NAMESPACE in metadata and SERVED in metadata[NAMESPACE].fields:
+        return str(metadata[NAMESPACE].fields[SERVED].string_value)
+    addresses = (attributes.fields[UPSTREAM] for attributes in message.attributes.values())
+    return next((str(address.string_value) for address in addresses if address.string_value), "")
 
 
 # -- answers
