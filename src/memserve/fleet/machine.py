@@ -324,7 +324,7 @@ class Fleet:
     def _on_answered_elsewhere(self, event: AnsweredElsewhere, now_ns: int) -> None:
         entry = self._entries.get(event.request_id)
         engine = next((engine for engine in self._engines if engine.name == event.engine), None)
-        if entry is None or entry.engine is None or engine is None or engine is entry.engine:
+        if entry is None or entry.engine is None or entry.is_computing or engine in (None, entry.engine):
             return
         entry.engine.view = replace(entry.engine.view, failed=entry.engine.view.failed + 1)
         self._detach_engine(entry)

@@ -41,7 +41,7 @@ _NAME_S = 60.0
 """How long the controller of a replica before this one may take to end."""
 _OWN = (
     "host", "port", "tls_cert", "tls_key", "on", "address", "routers", "cluster_host", "metadata", "scale_file",
-    "in_process", "engine", "engine_admin_key_file",
+    "in_process", "engine", "engine_admin_key_file", "endpoint_picker",
 )  # fmt: skip
 """Options that Ray Serve has of its own, that say where processes run, or that mean no cluster of memserve."""
 
