@@ -14,6 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,8 @@ from scripted_engine import MODEL, scripted_engines
 def serve_engines(pipe: Any) -> None:
     """In a process of their own, until it is ended."""
     with scripted_engines(2) as engines:
+        for engine in engines:
+            engine.asked = deque(maxlen=1)  # bodies would fill the memory
         pipe.send([engine.name for engine in engines])
         pipe.recv()
 

@@ -103,7 +103,7 @@ def envoy_before(
     file = folder / "envoy.json"
     file.write_text(configuration(port, int(picker.rpartition(":")[2]), ports, mode, tls))
     log = folder / "envoy.log"
-    command = [str(binary), "-c", str(file), "--concurrency", "1", "--base-id", str(port), "--log-level", "warn"]
+    command = [str(binary), "-c", str(file), "--concurrency", "1", "--disable-hot-restart", "--log-level", "warn"]
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         url = f"http://127.0.0.1:{port}"
 

@@ -177,11 +177,11 @@ def run_follower(
             for number, (model, loras) in enumerate(zip(models, adapters, strict=True)):
                 suffix = f"-{slug_of(model.name)}" if number else ""  # members have one name for one router
                 own_place = replace(place, name=place.name + suffix, model=model.name)
-                router = stack.enter_context(_running_router(model.engine, own_place, print_line))
+                router = stack.enter_context(running_router(model.engine, own_place, print_line))
                 stack.callback(partial(_note_refusal, router, refused))
                 router.on_left = _end_when_refused
                 _end_when_refused(router.refused)
-                followed.append(FollowedModel(model, router, _card_of(router, model.engine, place.config), loras))
+                followed.append(FollowedModel(model, router, card_of(router, model.engine, place.config), loras))
             port = http.server.port
             with bind(http.server.host, port, is_shared=port != 0) as listener:
                 if models[0].name:
@@ -199,7 +199,7 @@ def _note_refusal(router: RouterEngine, refused: list[str]) -> None:
     refused.append(router.refused)
 
 
-def _card_of(router: RouterEngine, engine: EngineOptions, config: ClusterConfig) -> RemoteModel:
+def card_of(router: RouterEngine, engine: EngineOptions, config: ClusterConfig) -> RemoteModel:
     """What clients are told of the model that the members of ``router`` serve; it follows those that join later."""
     from memserve.model.loading.sources import resolve_source
 
@@ -223,9 +223,11 @@ def _check_accepted(refused: str) -> None:
 
 
 @contextmanager
-def _running_router(
+def running_router(
     engine: EngineOptions, place: FollowerOptions, print_line: Callable[[str], None]
 ) -> Iterator[RouterEngine]:
+    """A router that the owner has accepted and that hears an instance, as long as the block runs. Raises
+    :class:`UserError` when the owner does not answer, or refuses it."""
     from memserve.host.router import RouterEngine
     from memserve.journal.survivors import end_when_orphaned
     from memserve.kv.identity import identity_key
