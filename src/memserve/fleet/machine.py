@@ -230,9 +230,9 @@ class Fleet:
         names: list[str] = []
         most = self.config.attempts_max - 1 if entry.arrival.is_handed_out and not entry.is_computing else 0
         while candidates and len(names) < most:
-            chosen = self._decide(ask, candidates, ()).first
-            names.append(chosen.name)
-            candidates = [candidate for candidate in candidates if candidate.number != chosen.number]
+            best = self._decide(ask, candidates, ()).first
+            names.append(best.name)
+            candidates = [candidate for candidate in candidates if candidate.number != best.number]
         return tuple(names)
 
     def _attempt_action(

@@ -53,7 +53,7 @@ ADDRESS_S = 5.0
 Write = Callable[[Any], Awaitable[None]]
 
 
-class Addresses:
+class EngineAddresses:
     """Engines as gateways know them: ``IP:PORT``, whatever ``--engine`` says."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Picker:
         :class:`Relay`. ``has_engine_key``: the key of ``host`` is for requests of clients, too."""
         self.host, self.edge, self.keys, self.silence_s = host, edge, keys, silence_s
         self._has_engine_key = has_engine_key
-        self.prompts, self.addresses = PromptReader(host), Addresses()
+        self.prompts, self.addresses = PromptReader(host), EngineAddresses()
         self.draining = False
 
     @property
@@ -113,10 +113,10 @@ class Picker:
 
     async def answer_stream(self, messages: AsyncIterator[Any], write: Write, peer: str) -> None:
         """One stream, which is one request; ``peer``: the gateway."""
-        conversation = Conversation(self, Inbox(messages), write, peer)
+        request = GatewayRequest(self, Inbox(messages), write, peer)
         status = 200
         try:
-            await conversation.run()
+            await request.run()
         except ApiError as error:
             status = error.status
             await write(refused(error))
@@ -124,7 +124,7 @@ class Picker:
             status = 499
         finally:
             self.edge.metrics.picks.inc((str(status),))
-            conversation.finish()
+            request.finish()
 
 
 class Inbox:
@@ -156,7 +156,7 @@ class Inbox:
             self._reading.cancel()
 
 
-class Conversation:
+class GatewayRequest:
     """One request of a gateway.
 
     ::

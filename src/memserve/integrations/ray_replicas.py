@@ -103,8 +103,8 @@ def run_replica(words: Sequence[str], settings: ServeArguments, options: Cluster
             place = ray.get(controller.open_place.remote(name))
             ray.get(controller.wait_members.remote())
         join = (f"tcp://{place.join}",)
-        own = FollowerOptions(name, join, place.secret, options.config, node, place.owner_url, advertise=node)
-        with running_router(settings.engine, own, log.info) as router:
+        follower = FollowerOptions(name, join, place.secret, options.config, node, place.owner_url, advertise=node)
+        with running_router(settings.engine, follower, log.info) as router:
             card, adapters = card_of(router, settings.engine, options.config), read_adapters(settings.engine.lora)
             _memberships.append(_Membership(router))
             try:

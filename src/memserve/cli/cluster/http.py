@@ -176,17 +176,17 @@ def serve_app(
 
     collect_rarely()
     make_room_for_connections(http.limits.connections_max)
-    picked = None if endpoints is None else with_picker(app, http, endpoints)
-    if picked is not None:
-        app, on_end = picked, in_turn(picked.begin_drain, on_end)
+    with_gateways = None if endpoints is None else with_picker(app, http, endpoints)
+    if with_gateways is not None:
+        app, on_end = with_gateways, in_turn(with_gateways.begin_drain, on_end)
     ends = {"on_ready": lambda: print_lines(*ready_lines(), result=True), "on_end": on_end}
     server = Server(app, drain_s=http.server.drain_s, log_level=http.server.log_level, tls=http.tls, **ends)
     on_ending_signals(
         server.handle_exit
     )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
     server.run(sockets=listeners)
-    if picked is not None and picked.failure is not None:
-        raise picked.failure
+    if with_gateways is not None and with_gateways.failure is not None:
+        raise with_gateways.failure
 
 
 def ready_text(names: Sequence[str], url: str, seconds: float, needs_key: bool) -> str:

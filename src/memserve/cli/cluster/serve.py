@@ -148,9 +148,9 @@ def _check_lora_folder(engine: EngineOptions, routers: int, placement: Placement
         (engines, "of --engine", "load them there"),
         (placement.remote_place is not None, "on Ray", "use --lora"),
     )
-    for applies, where, hint in hurdles:
+    for applies, place, hint in hurdles:
         if applies:
-            raise UserError(f"adapters {where} do not come and go yet", hint=hint, param="lora_folder")
+            raise UserError(f"adapters {place} do not come and go yet", hint=hint, param="lora_folder")
 
 
 def _standalone_options(options: EngineOptions, admission: AdmissionConfig, *cluster_options: object) -> EngineOptions:

@@ -136,8 +136,9 @@ def _with_followers(
         if options.routers == 1 or model.name != models[0].name:
             return dataclasses.replace(options, routers=1)
         followers = followers_at(listeners, http, options.config)
-        named = tuple(word for model in models for word in ("--model", model.text))
-        return dataclasses.replace(options, followers=dataclasses.replace(followers, flags=followers.flags + named))
+        model_flags = tuple(word for model in models for word in ("--model", model.text))
+        flags = followers.flags + model_flags
+        return dataclasses.replace(options, followers=dataclasses.replace(followers, flags=flags))
 
     return plan_model
 
