@@ -6,7 +6,7 @@ import threading
 
 import zmq
 
-from memserve.fleet.host import END_SEQUENCE
+from memserve.fleet.engine_client import END_SEQUENCE
 
 
 class Publisher:

@@ -61,17 +61,23 @@ def check_kv_codec(kv_codec: str) -> None:
 
 
 class Role(enum.StrEnum):
-    """What an instance does. All have the same pool."""
+    """What a member does. Prefill, decode and colocated instances have the same pool."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     COLOCATED = "colocated"
+    ENGINE = "engine"  # a server of another project runs the model, and keeps its KV to itself
     STORE = "store"  # no model: memory and index only
     ROUTER = "router"  # no model, no memory: a router that is not the owner of the cluster
 
     @property
     def has_model(self) -> bool:
         return self not in (Role.STORE, Role.ROUTER)
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether it runs the model on blocks of the pool, which can be moved, pinned and handed over."""
+        return self.has_model and self is not Role.ENGINE
 
 
 class TransferMode(enum.StrEnum):
@@ -289,6 +295,13 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
         return adapter_of(self.salt)
 
     @property
+    def needs_instance(self) -> bool:
+        """Whether members of role ``engine`` cannot answer it: their API has nothing like what it asks for."""
+        sampling = self.sampling
+        asks_more = sampling.grammar or sampling.prompt_logprobs or sampling.logprob_token_ids
+        return bool(self.adapter or self.beam_width or asks_more or self.stop.max_tokens < 1)
+
+    @property
     def is_deferrable(self) -> bool:
         """Whether it runs behind all others, of all tenants."""
         return self.priority == DEFERRABLE_PRIORITY
@@ -311,7 +324,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]  # new tokens, usually one
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token when asked for
     finish_reason: FinishReason | None = None
-    cached_tokens: int = 0  # prompt tokens with KV from the cache (set on a sequence's first output)
+    cached_tokens: int = 0  # prompt tokens with KV from the cache: with the first output; of an engine with the last
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # first output, when asked for
     cumulative_logprob: float | None = None  # beam search only
     queue_ns: int | None = None  # first output: from arrival to the first step that computed any of the prompt

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
-from memserve.base.units import NS_PER_S
-from memserve.fleet.kv_events import EngineKvFeed
+from memserve.fleet.kv_events import EngineKvFeed, KvEntries, KvListener
 from memserve.fleet.kv_formats import Hash
 from memserve.fleet.messages import (
     Abort,
@@ -37,9 +36,6 @@ PROMPT_TOKENS_USUAL = 512
 """A request that another client sent is taken to have this many tokens."""
 CONTEXT_MAX = 1 << 40
 """What an engine can run it says itself, with a 400."""
-LISTEN_AGAIN_NS = 5 * NS_PER_S
-"""An engine that publishes nothing for this long after a prompt, or after its last batch, is asked what it published:
-a batch that was lost with none behind it shows no gap."""
 
 
 @dataclass(slots=True)
@@ -48,7 +44,8 @@ class FleetEngine:
 
     spec: EngineSpec
     number: int
-    feed: EngineKvFeed | None
+    listener: KvListener | None
+    """Of its KV events; None: it publishes none."""
     view: EngineView
     """Its totals."""
     is_open: bool = False
@@ -61,12 +58,11 @@ class FleetEngine:
     report: EngineReport = field(default_factory=lambda: EngineReport({}))
     attempts: dict[str, None] = field(default_factory=dict)
     """Requests that were sent there and have not ended, in order."""
-    silent_since_ns: int | None = None
-    """When it had a prompt, or was heard, without being heard since; ``None``: nothing is waited for."""
-    is_repeating: bool = False
-    """It was asked for a replay, which has not ended."""
-    replays_again: bool = False
-    """Another gap has begun meanwhile, perhaps behind what that replay brings."""
+
+    @property
+    def feed(self) -> EngineKvFeed | None:
+        """What is known of its cache; None: it publishes no KV events."""
+        return self.listener.feed if self.listener is not None else None
 
     @property
     def name(self) -> str:
@@ -126,7 +122,7 @@ class Engines:
         number = next(index for index in range(len(used_numbers) + 1) if index not in used_numbers)
         engine = self._by_name[spec.name] = FleetEngine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
         if spec.events:
-            engine.feed = self._open_feed(engine, self._key)
+            engine.listener = KvListener(self._open_feed(engine, self._key), bool(spec.replay))
         self._trees.add_member(number, publishes=bool(spec.events))
         self._open_engine(engine)
         self.close_engine(engine, engine.reason)
@@ -150,9 +146,8 @@ class Engines:
         def root(block_tokens: int) -> bytes:
             return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
 
-        return EngineKvFeed(
-            engine.number, self._trees.directory, key, root, bool(engine.spec.replay), engine.spec.events_format
-        )
+        entries = KvEntries(engine.number, self._trees.directory, key, root)
+        return EngineKvFeed(entries, bool(engine.spec.replay), engine.spec.events_format)
 
     def __iter__(self) -> Iterator[FleetEngine]:
         return iter(self._by_name.values())
@@ -178,11 +173,10 @@ class Engines:
         was_open = engine.is_open or engine.is_leaving
         if not was_open:
             self._open_engine(engine)
-        is_quiet = engine.silent_since_ns is not None and now_ns - engine.silent_since_ns >= LISTEN_AGAIN_NS
-        if not was_open or is_quiet:
-            engine.silent_since_ns = now_ns if engine.attempts else None
-            if engine.feed is not None and engine.spec.replay:
-                self._request_replay(engine, engine.feed.next_batch)
+        if engine.listener is not None:
+            is_busy = bool(engine.attempts)
+            first = engine.listener.on_answered(is_new=not was_open, is_busy=is_busy, now_ns=now_ns)
+            self._request_replay(engine, first)
         if report.running is not None:
             self._loads.apply_heartbeat(engine.number, _load_of(report, report.running))
 
@@ -206,35 +200,19 @@ class Engines:
     def on_kv_received(self, event: KvReceived, now_ns: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
-        feed, engine.silent_since_ns = engine.feed, now_ns
-        if feed is None:
-            return
-        try:
-            if event.replayed:
-                feed.on_replayed_batch(event.sequence, event.payload)
-            elif (first := feed.on_live_batch(event.sequence, event.payload)) is not None:
-                self._request_replay(engine, first)
-        except ValueError:  # what such an engine says about its cache is worth nothing
-            feed.on_engine_restarted()
+        if engine.listener is not None:
+            self._request_replay(engine, engine.listener.on_received(event, now_ns))
 
     def on_replay_ended(self, event: ReplayEnded) -> None:
         """No more of what it was asked for will come."""
         engine = self._by_name[event.name]
-        feed, is_old = engine.feed, engine.replays_again
-        engine.is_repeating = engine.replays_again = False
-        if feed is None:
-            return
-        first = feed.on_replay_ended(is_old=is_old)
-        if first is not None or is_old:
-            self._request_replay(engine, feed.next_batch)
+        if engine.listener is not None:
+            self._request_replay(engine, engine.listener.on_replay_ended())
 
-    def _request_replay(self, engine: FleetEngine, first: int) -> None:
-        """One replay at a time."""
-        if engine.is_repeating:
-            engine.replays_again = True
-            return
-        engine.is_repeating = True
-        self._act(RequestReplay(engine.name, first))
+    def _request_replay(self, engine: FleetEngine, first: int | None) -> None:
+        """``first`` None: nothing is missing, or it was asked for."""
+        if first is not None:
+            self._act(RequestReplay(engine.name, first))
 
 
 def team_of(engines: list[FleetEngine], *, splits: bool, is_computed: bool) -> list[FleetEngine]:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import math
-import re
-import ssl
 import time
 from collections.abc import Callable, Sequence
-
-import msgspec
-import zmq
-import zmq.asyncio
 
 from memserve.api.http.client import HttpCall, HttpFault
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
-from memserve.base.units import MIB, NS_PER_S
+from memserve.base.units import NS_PER_S
+from memserve.fleet.engine_client import EngineClient
 from memserve.fleet.machine import Fleet
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
@@ -28,7 +21,6 @@ from memserve.fleet.messages import (
     EngineAnswered,
     EngineGone,
     EngineJoined,
-    EngineKind,
     EngineLeft,
     EngineMissed,
     EngineReport,
@@ -37,10 +29,8 @@ from memserve.fleet.messages import (
     FleetEvent,
     ForwardRequest,
     GiveUp,
-    KvReceived,
     Prefill,
     PromptArrived,
-    ReplayEnded,
     RequestReplay,
     TimePassed,
 )
@@ -51,23 +41,7 @@ from memserve.system.secrets import Followed
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-LOOK_S = 2.0
-"""How long an engine has to say that it is well."""
-REPLAY_S = 5.0
-"""How long an engine has for the next batch of a replay."""
-PAGE_BYTES_MAX = 8 * MIB
-END_SEQUENCE = b"\xff" * 8
 Decision = ForwardRequest | Prefill | RejectRequest | GiveUp
-
-_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-_METRICS = {
-    EngineKind.VLLM: ("vllm:num_requests_running", "vllm:num_requests_waiting",
-                      ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
-    EngineKind.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", ("sglang:token_usage",)),
-    EngineKind.MEMSERVE: ("memserve_instance_sequences_running", "memserve_instance_requests_waiting", ()),
-}  # fmt: skip
-"""Running, waiting, and the share of KV memory in use, by newer and older names."""
 
 
 class Ticket:
@@ -124,14 +98,12 @@ class FleetHost:
         self._tickets: dict[str, Ticket] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._replays: dict[str, asyncio.Task[None]] = {}
-        self._context: zmq.asyncio.Context | None = None
+        self.client = EngineClient(self._engine_key, self.post_event)
         self._timer: asyncio.TimerHandle | None = None
         self._listed, self._list_tasks = listed, list[asyncio.Task[None]]()
         self._leaving: set[str] = set()
         #: of the router that lets engines join and leave; None: this one
         self.owner_url: str | None = None
-        #: for engines at ``https``; None: their certificates are checked
-        self.tls: ssl.SSLContext | None = None
         #: called with the engines that there are to be, when one has joined or leaves
         self.on_engines_changed: Callable[[Sequence[EngineSpec]], None] = lambda specs: None
 
@@ -144,7 +116,6 @@ class FleetHost:
 
     async def start(self) -> None:
         """Look at every engine once, and go on looking."""
-        self._context = zmq.asyncio.Context()
         await asyncio.gather(*(self._follow_engine(spec) for spec in self.specs.values()))
         for view in self.machine.engine_views():
             if not view.up:
@@ -165,7 +136,7 @@ class FleetHost:
 
     async def _follow_engine(self, spec: EngineSpec) -> None:
         """Look at it once, and go on looking and listening."""
-        tasks = self._tasks[spec.name] = [asyncio.create_task(self._read_kv_events(spec))] if spec.events else []
+        tasks = self._tasks[spec.name] = [asyncio.create_task(self.client.read_kv_events(spec))] if spec.events else []
         await self._poll_engine(spec)
         if self.specs.get(spec.name) is spec:  # it may have left meanwhile
             tasks.append(asyncio.create_task(self._poll_regularly(spec)))
@@ -199,8 +170,7 @@ class FleetHost:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        if self._context is not None:
-            self._context.destroy(linger=0)
+        self.client.close()
 
     # -- requests
 
@@ -234,7 +204,9 @@ class FleetHost:
 
     def _perform_action(self, action: FleetAction) -> None:
         if isinstance(action, RequestReplay):
-            self._replays[action.engine] = asyncio.create_task(self._read_replay(action))
+            self._replays[action.engine] = asyncio.create_task(
+                self.client.read_replay(self.specs[action.engine], action.first)
+            )
             return
         if isinstance(action, EngineGone):
             del self.specs[action.name]
@@ -269,7 +241,7 @@ class FleetHost:
     async def _poll_engine(self, spec: EngineSpec) -> None:
         report: EngineReport | HttpFault
         try:
-            report = await self._read_report(spec)
+            report = await self.client.read_report(spec)
         except HttpFault as fault:
             report = fault
         if self.specs.get(spec.name) is not spec:
@@ -280,128 +252,3 @@ class FleetHost:
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
             self.post_event(EngineAnswered(spec.name, report))
-
-    async def _read_report(self, spec: EngineSpec) -> EngineReport:
-        status, _ = await self.fetch_page(spec, "GET", "/health", b"", LOOK_S)
-        if status != 200:
-            raise HttpFault(f"its /health says {status}", refuses=True)
-        status, body = await self.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
-        if status != 200:
-            raise HttpFault(f"its /v1/models says {status}", refuses=True)
-        models = models_of(body)
-        try:
-            status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
-        except HttpFault:  # what it says about its load is of use, but not needed
-            return EngineReport(models)
-        return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
-
-    async def fetch_page(
-        self, spec: EngineSpec, method: str, path: str, body: bytes, deadline_s: float
-    ) -> tuple[int, bytes]:
-        """Status and body of a small answer. Raises :class:`HttpFault`."""
-        headers = [(b"accept", b"*/*"), (b"content-type", b"application/json")]
-        if (key := self.engine_key) is not None:
-            headers.append((b"authorization", b"Bearer %b" % key.encode()))
-        call = HttpCall(spec.url, self.tls)
-        try:
-            async with asyncio.timeout(deadline_s):
-                await call.send_request(method, path, headers, body, deadline_s)
-                return call.status, await call.read_body(PAGE_BYTES_MAX, deadline_s)
-        except TimeoutError:
-            raise HttpFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
-        finally:
-            call.close()
-
-    # -- KV events
-
-    async def _read_kv_events(self, spec: EngineSpec) -> None:
-        socket = self._open_socket(zmq.SUB, spec.events, lambda new_socket: new_socket.setsockopt(zmq.SUBSCRIBE, b""))
-        with contextlib.closing(socket):
-            while True:
-                frames = await socket.recv_multipart()
-                if len(frames) == 3 and len(frames[1]) == 8:
-                    self.post_event(KvReceived(spec.name, int.from_bytes(frames[1], "big"), frames[2]))
-
-    async def _read_replay(self, action: RequestReplay) -> None:
-        spec = self.specs[action.engine]
-        socket = self._open_socket(zmq.DEALER, spec.replay, lambda new_socket: None)
-        try:
-            await socket.send_multipart([b"", action.first.to_bytes(8, "big")])
-            while True:
-                async with asyncio.timeout(REPLAY_S):
-                    frames = await socket.recv_multipart()
-                if len(frames) < 3 or frames[-2] == END_SEQUENCE:
-                    break
-                if len(frames[-2]) == 8:
-                    number = int.from_bytes(frames[-2], "big")
-                    self.post_event(KvReceived(spec.name, number, frames[-1], replayed=True))
-        except TimeoutError:
-            log.warning("engine %s did not repeat its KV events", spec.name)
-        finally:
-            socket.close(linger=0)
-        self.post_event(ReplayEnded(spec.name))
-
-    def _open_socket(
-        self, kind: int, address: str, prepare: Callable[[zmq.asyncio.Socket], None]
-    ) -> zmq.asyncio.Socket:
-        assert self._context is not None
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, 100_000)
-        prepare(socket)
-        socket.connect(address)
-        return socket
-
-
-class _Card(msgspec.Struct):
-    id: str
-    root: str | None = None
-    parent: str | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
-def models_of(body: bytes) -> dict[str, str]:
-    """``/v1/models``: names, and the weights behind each; an adapter has weights of its own. Raises
-    :class:`HttpFault`."""
-    try:
-        cards = msgspec.json.decode(body, type=_Cards).data
-    except (msgspec.DecodeError, RecursionError):
-        raise HttpFault("its /v1/models is no list of models", refuses=True) from None
-    cards.sort(key=lambda card: card.parent is not None)
-    return {card.id: card.id if card.parent is not None else card.root or card.id for card in cards}
-
-
-def report_of(kind: EngineKind, models: dict[str, str], page: str) -> EngineReport:
-    """What ``/metrics`` says; numbers that make no sense are left out. Samples of several ranks are added up, shares
-    averaged."""
-    samples: dict[str, list[float]] = {}
-    kv_tokens = 0
-    for line in page.splitlines():
-        sample = None if line.startswith("#") else _SAMPLE.match(line)
-        if sample is None:
-            continue
-        name, labels, value = sample.groups()
-        if name == "vllm:cache_config_info":
-            kv_tokens += _cache_tokens(dict(_LABEL.findall(labels or "")))
-        with contextlib.suppress(ValueError):
-            number = float(value)
-            if math.isfinite(number) and 0 <= number < 1e15:
-                samples.setdefault(name, []).append(number)
-    running, waiting, shares = _METRICS[kind]
-    share = next((samples[name] for name in shares if name in samples), [])
-    return EngineReport(
-        models,
-        int(sum(samples[running])) if running in samples else None,
-        int(sum(samples.get(waiting, []))),
-        min(1.0, sum(share) / len(share)) if share else 0.0,
-        kv_tokens or int(sum(samples.get("sglang:max_total_num_tokens", []))),
-        max(samples.get("process_start_time_seconds", [0.0])),
-    )
-
-
-def _cache_tokens(labels: dict[str, str]) -> int:
-    block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
-    return int(block) * int(blocks) if block.isdecimal() and blocks.isdecimal() else 0

@@ -20,10 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memserve import _core
+from memserve.base.units import NS_PER_S
 from memserve.fleet.kv_formats import (
     AllBlocksRemoved,
     BlocksRemoved,
@@ -33,16 +36,39 @@ from memserve.fleet.kv_formats import (
     KvBatch,
     guarded_format,
 )
+from memserve.fleet.messages import KvReceived
 
+LISTEN_AGAIN_NS = 5 * NS_PER_S
+"""An engine that publishes nothing for this long after a prompt, or after its last batch, is asked what it published:
+a batch that was lost with none behind it shows no gap."""
+_NO_TOKENS: NDArray[np.int32] = np.zeros(0, np.int32)
 ASIDE_MAX = 4096
 """Batches that are kept behind a gap."""
 
 
 @dataclass(slots=True)
 class _Block:
-    identity: bytes
+    identities: bytes
+    """Of the blocks of the directory's size that end in it, 16 bytes each."""
+    last_identity: bytes
+    """The last of them, or of those before."""
+    rest: NDArray[np.int32]
+    """Tokens behind that: they begin a block that ends further on."""
     references: list[int] = field(default_factory=lambda: [0, 0])
     """Upper and lower tier."""
+
+
+class KvDirectory(Protocol):
+    """Where the blocks of an engine are entered: a router's directory, or the list of one that is a member."""
+
+    def store(self, holder: int, tier: int, identities: bytes) -> None:
+        """One copy more of each, on this tier (0 upper, 1 lower)."""
+
+    def evict(self, holder: int, identities: bytes, tier: int) -> object:
+        """One copy less of each."""
+
+    def clear(self, holder: int) -> None:
+        """It has none."""
 
 
 @dataclass(slots=True)
@@ -57,23 +83,28 @@ class _Rank:
     """A replay has brought a batch, and has not ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class KvEntries:
+    """Where the blocks of one engine are entered, and what they are called there."""
+
+    holder: int
+    """The engine."""
+    directory: KvDirectory
+    key: bytes
+    root: Callable[[int], bytes]
+    """The namespace of blocks of so many tokens."""
+    block_tokens: int = 0
+    """Of a block in the directory. 0: as the engine's are."""
+
+
 class EngineKvFeed:
     """The events of one engine, and what the directory has of it."""
 
-    def __init__(
-        self,
-        number: int,
-        directory: _core.PrefixDirectory,
-        key: bytes,
-        root: Callable[[int], bytes],
-        replays: bool,
-        format_name: str = "vllm",
-    ) -> None:
-        """``root``: the namespace of blocks of so many tokens. ``replays``: the engine can repeat its events.
-        ``format_name``: how it writes them. Raises :class:`UserError` where that is not known."""
+    def __init__(self, entries: KvEntries, replays: bool, format_name: str = "vllm") -> None:
+        """``entries``: where blocks are entered. ``replays``: the engine can repeat its events. ``format_name``: how it
+        writes them. Raises :class:`UserError` where that is not known."""
         self._read_batch: Callable[[bytes], KvBatch] = guarded_format(format_name)
-        self._number, self._directory, self._key, self._root = number, directory, key, root
-        self._replays = replays
+        self._entries, self._directory, self._replays = entries, entries.directory, replays
         self._ranks: dict[int, _Rank] = {}
         self._blocks: dict[Hash, _Block] = {}
         #: of the blocks that are stored; 0: none was yet
@@ -142,7 +173,7 @@ class EngineKvFeed:
         """Its blocks are unknown from now on."""
         self.forgotten += bool(self._blocks)
         self._blocks.clear()
-        self._directory.clear(self._number)
+        self._directory.clear(self._entries.holder)
 
     def _skip_gap(self, rank: _Rank) -> None:
         if rank.expected or self._blocks:
@@ -163,7 +194,7 @@ class EngineKvFeed:
         match event:
             case AllBlocksRemoved():
                 self._blocks.clear()
-                self._directory.clear(self._number)
+                self._directory.clear(self._entries.holder)
             case BlocksStored():
                 self._store_blocks(event)
             case BlocksRemoved():
@@ -176,18 +207,28 @@ class EngineKvFeed:
         if size > self.block_tokens:
             self.forget_blocks()
             self.block_tokens = size
+        entry_tokens = self._entries.block_tokens or size
         if parent is None:
-            above = self._root(size)
+            last_identity, rest = self._entries.root(entry_tokens), _NO_TOKENS
         elif parent in self._blocks:
-            above = self._blocks[parent].identity
+            last_identity, rest = self._blocks[parent].last_identity, self._blocks[parent].rest
         else:
             return  # heard too late: where it lies in a prompt is unknown
-        packed = _core.block_identities(self._key, above, np.array(event.tokens, np.int32), size)
-        tier = int(event.is_lower)
-        for index, block_hash in enumerate(event.hashes):
-            block = self._blocks.setdefault(block_hash, _Block(packed[16 * index : 16 * index + 16]))
+        tokens = np.concatenate((rest, np.array(event.tokens, np.int32)))
+        packed = _core.block_identities(self._entries.key, last_identity, tokens, entry_tokens)
+        tier, entries = int(event.is_lower), 0
+        for end, block_hash in enumerate(event.hashes, 1):
+            first, entries = entries, (len(rest) + end * size) // entry_tokens
+            block = self._blocks.get(block_hash)
+            if block is None:
+                identities = packed[16 * first : 16 * entries]
+                last_identity = identities[-16:] or last_identity
+                end_tokens = tokens[entries * entry_tokens : len(rest) + end * size]
+                block = self._blocks[block_hash] = _Block(identities, last_identity, end_tokens)
+            last_identity = block.last_identity
             block.references[tier] += 1
-            self._directory.store(self._number, tier, block.identity)
+            if block.identities:
+                self._directory.store(self._entries.holder, tier, block.identities)
 
     def _remove_blocks(self, event: BlocksRemoved) -> None:
         tier = int(event.is_lower)
@@ -196,10 +237,65 @@ class EngineKvFeed:
             if block is None or not block.references[tier]:
                 continue
             block.references[tier] -= 1
-            self._directory.evict(self._number, block.identity, tier)
+            if block.identities:
+                self._directory.evict(self._entries.holder, block.identities, tier)
             if not any(block.references):
                 del self._blocks[block_hash]
 
     def block_counts(self) -> dict[Hash, tuple[int, int]]:
         """References of each known block, upper and lower tier; to look at."""
         return {block_hash: (block.references[0], block.references[1]) for block_hash, block in self._blocks.items()}
+
+
+class KvListener:
+    """The feed of one engine, and when to ask the engine to repeat what was missed: one replay at a time.
+
+    Each method says from which batch on the engine is to be asked now; None: it is not."""
+
+    def __init__(self, feed: EngineKvFeed, replays: bool) -> None:
+        """``replays``: the engine can repeat its events."""
+        self.feed, self._replays = feed, replays
+        self._silent_since_ns: int | None = None  # when it had a prompt, or was heard, without being heard since
+        self._is_repeating = False  # it was asked for a replay, which has not ended
+        self._replays_again = False  # another gap has begun meanwhile, perhaps behind what that replay brings
+
+    def on_prompt_sent(self, now_ns: int) -> None:
+        """The engine has something to say of its cache soon."""
+        if self._silent_since_ns is None:
+            self._silent_since_ns = now_ns
+
+    def on_received(self, event: KvReceived, now_ns: int) -> int | None:
+        """A batch of its KV events."""
+        self._silent_since_ns = now_ns
+        try:
+            if event.replayed:
+                self.feed.on_replayed_batch(event.sequence, event.payload)
+                return None
+            first = self.feed.on_live_batch(event.sequence, event.payload)
+        except ValueError:  # what such an engine says about its cache is worth nothing
+            self.feed.on_engine_restarted()
+            return None
+        return None if first is None else self.request_replay(first)
+
+    def on_replay_ended(self) -> int | None:
+        """No more of what it was asked for will come."""
+        is_old, self._is_repeating, self._replays_again = self._replays_again, False, False
+        first = self.feed.on_replay_ended(is_old=is_old)
+        return self.request_replay(self.feed.next_batch) if first is not None or is_old else None
+
+    def on_answered(self, *, is_new: bool, is_busy: bool, now_ns: int) -> int | None:
+        """The engine is well. ``is_new``: it was not before; ``is_busy``: it has requests. An engine that falls quiet
+        is asked once more: a lost last batch shows no gap."""
+        since_ns = self._silent_since_ns
+        if not is_new and (since_ns is None or now_ns - since_ns < LISTEN_AGAIN_NS):
+            return None
+        self._silent_since_ns = now_ns if is_busy else None
+        return self.request_replay(self.feed.next_batch) if self._replays else None
+
+    def request_replay(self, first: int) -> int | None:
+        """What is missing begins with batch ``first``."""
+        if self._is_repeating:
+            self._replays_again = True
+            return None
+        self._is_repeating = True
+        return first

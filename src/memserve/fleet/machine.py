@@ -275,8 +275,8 @@ class Fleet:
             prompt_tokens=engine.view.prompt_tokens + tokens,
             matched_tokens=engine.view.matched_tokens + candidate.matched_tokens,
         )
-        if engine.feed is not None and engine.silent_since_ns is None:
-            engine.silent_since_ns = now_ns
+        if engine.listener is not None:
+            engine.listener.on_prompt_sent(now_ns)
         by_events = entry.space is PromptSpace.TOKENS
         self._trees.expect_blocks(engine.number, entry.identities[engine.number], now_ns, by_events=by_events)
         entry.identities = {}  # of a long prompt they take a lot of room

@@ -23,6 +23,7 @@ class EngineKind(StrEnum):
 
     VLLM = "vllm"
     SGLANG = "sglang"
+    LLAMACPP = "llamacpp"
     MEMSERVE = "memserve"  # a router with instances of its own
 
 
@@ -41,6 +42,9 @@ class EngineSpec:
     """How it writes them."""
     role: Role = Role.COLOCATED
     """``prefill``: it computes long prompts for others; ``decode``: it answers, and reads what those have computed."""
+    model: str = ""
+    """Of the models that have instances: it serves the same, and is one more member there. Empty: it answers by itself,
+    for the models that it lists."""
 
     @property
     def name(self) -> str:
@@ -53,6 +57,7 @@ class EngineSpec:
         settings = {"events": self.events, "replay": self.replay}
         settings |= {"format": self.events_format} if self.events else {}
         settings |= {"role": self.role.value} if self.role is not Role.COLOCATED else {}
+        settings |= {"model": self.model}
         return ",".join([f"{self.kind}={self.url}", *(f"{key}={value}" for key, value in settings.items() if value)])
 
 
@@ -68,7 +73,7 @@ def read_engine(text: str) -> EngineSpec:
     if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
         raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
     settings = dict(part.partition("=")[::2] for part in more)
-    if len(settings) < len(more) or settings.keys() - {"events", "replay", "format", "role"}:
+    if len(settings) < len(more) or settings.keys() - {"events", "replay", "format", "role", "model"}:
         raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
     role = settings.pop("role", Role.COLOCATED)
     if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
@@ -78,15 +83,20 @@ def read_engine(text: str) -> EngineSpec:
         raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
     if kind == EngineKind.MEMSERVE and settings:
         hint = "leave them out: requests that begin alike go to one router, and it knows its instances"
-        raise UserError("routers of memserve publish no KV events", hint=hint, param="engine")
-    events_format = settings.pop("format", EngineKind.VLLM if kind == EngineKind.MEMSERVE else kind)
+        raise UserError("routers of memserve publish no KV events, and are no members", hint=hint, param="engine")
+    publishes = kind in (EngineKind.VLLM, EngineKind.SGLANG)
+    usual_format = kind if publishes else "vllm"
+    events_format, model = settings.pop("format", usual_format), settings.pop("model", "")
     KV_EVENT_FORMATS.load(events_format)
     wrong = [value for value in settings.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
-    if "events" not in settings and ("replay" in settings or events_format not in (kind, EngineKind.VLLM)):
+    if "events" not in settings and ("replay" in settings or events_format != usual_format):
         raise UserError("only events that an engine publishes are repeated, or read", hint=ENGINE_HINT, param="engine")
-    return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role))
+    if model and role != Role.COLOCATED:
+        hint = "leave role= or model= out"
+        raise UserError("a member of a model's cluster computes and answers", hint=hint, param="engine")
+    return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role), model=model)
 
 
 def _is_port(address: str) -> bool:
@@ -101,7 +111,8 @@ class FleetOptions:
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, ``sglang=``, or ``memserve=``
     (another router): serve through this server instead of instances. Repeatable. With ``,role=prefill`` and
     ``,role=decode`` one vLLM computes prompts and another one answers. With ``,format=NAME`` a plug-in reads its events
-    (`memserve doctor` lists them)."""
+    (`memserve doctor` lists them). With ``,model=NAME``, and then ``llamacpp=`` as well, it is a member beside the
+    instances of that model."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
@@ -121,6 +132,16 @@ class FleetOptions:
         if (Role.PREFILL in roles) != (Role.DECODE in roles):
             hint = "give one server role=prefill and one role=decode, or leave role= out"
             raise UserError("a role without its counterpart", hint=hint, param="engines")
+
+    @property
+    def member_specs(self) -> tuple[EngineSpec, ...]:
+        """Those that are members of a model's cluster."""
+        return tuple(spec for spec in self.read_specs() if spec.model)
+
+    @property
+    def is_relay(self) -> bool:
+        """Whether requests are handed on to engines as they come."""
+        return len(self.member_specs) < len(self.engines) or (self.admin_key_file is not None and not self.engines)
 
     def read_specs(self) -> list[EngineSpec]:
         """The servers. Raises :class:`UserError` for one that is malformed."""

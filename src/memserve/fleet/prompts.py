@@ -124,7 +124,9 @@ class PromptReader:
             fields["prompt"] = several[0]
         with contextlib.suppress(HttpFault, msgspec.DecodeError, ValueError):
             body = msgspec.json.encode({"model": model, **fields})
-            status, page = await self._host.fetch_page(self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S)
+            status, page = await self._host.client.fetch_page(
+                self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S
+            )
             tokens = msgspec.json.decode(page, type=_Tokens).tokens if status == 200 else []
             if tokens and all(0 <= token < VOCAB_MAX for token in tokens):
                 return np.array(tokens, np.int32)

@@ -195,7 +195,7 @@ def cluster_look_of(stats: RouterStats, *, counts_gate: bool) -> ClusterLook:
             member.engine.instance if member.engine else None,
         )
         for member in stats.members
-        if member.view.role.has_model
+        if member.view.role.shares_kv
     )
     if cluster is None:
         return ClusterLook(members)

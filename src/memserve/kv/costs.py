@@ -108,6 +108,9 @@ class CopyCurve:
         return self.ns(blocks * block_tokens * token_bytes, blocks * block_pieces)
 
 
+_NO_LINK = CopyCurve(_NS_MAX, 0.0, 0.0)
+
+
 def attended_pairs(new_tokens: int, context_tokens: int) -> int:
     """Pairs of query and key when ``new_tokens`` attend to ``context_tokens`` before them and, causally, to each
     other."""
@@ -158,6 +161,10 @@ class CostModel:
         """Tokens of a prompt that a step of decodes is expected to compute in no more time: while it reads the weights
         for a few rows, it has arithmetic to spare."""
         return int(max(0.0, self.decode.step_ns - self.prefill.step_ns) / max(1.0, self.prefill.token_ns))
+
+    def without_links(self) -> CostModel:
+        """These costs where no KV can come from elsewhere: to compute it is always quicker."""
+        return replace(self, same_host=_NO_LINK, network=_NO_LINK)
 
     def with_prefill_scale(self, prefill_scale: float) -> CostModel:
         """These costs with prefill times scaled, as learned from finished steps."""

@@ -64,10 +64,11 @@ class AnswerTaken(Message, frozen=True, tag=True):
 class _SequenceLog:
     """What was told of one sequence."""
 
-    __slots__ = ("cumulative_logprob", "ended_alone", "first", "logprobs", "reason", "tokens")
+    __slots__ = ("cached_tokens", "cumulative_logprob", "ended_alone", "first", "logprobs", "reason", "tokens")
 
     def __init__(self, first: TokenOutput) -> None:
         self.first = first  # with all that only comes once
+        self.cached_tokens = 0  # an engine says it with its last output
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.reason: FinishReason | None = None
@@ -78,7 +79,7 @@ class _SequenceLog:
         first, alone = self.first, self.ended_alone and bool(self.tokens)
         reason = None if alone else self.reason
         whole = TokenOutput(
-            request_id, first.index, tuple(self.tokens), tuple(self.logprobs), reason, first.cached_tokens,
+            request_id, first.index, tuple(self.tokens), tuple(self.logprobs), reason, self.cached_tokens,
             first.prompt_logprobs, self.cumulative_logprob, first.queue_ns, first.story,
             inexact_tokens=first.inexact_tokens,
         )  # fmt: skip
@@ -113,6 +114,7 @@ class AnswerLog:
             return 0
         sequence.tokens += output.tokens[known_tokens:]
         sequence.logprobs += output.logprobs[known_tokens:]
+        sequence.cached_tokens = sequence.cached_tokens or output.cached_tokens
         if output.cumulative_logprob is not None:
             sequence.cumulative_logprob = output.cumulative_logprob
         if output.finish_reason in COMPLETE:

@@ -10,7 +10,7 @@ from fleet_server import FleetServer, fleet_server, spec_of
 from kv_event_words import BLOCK, batch, stored
 from kv_publisher import Publisher
 from memserve.base.config import ClusterConfig
-from memserve.fleet.host import report_of
+from memserve.fleet.engine_client import report_of
 from memserve.fleet.messages import EngineKind, EngineView
 from scripted_engine import ScriptedEngine, scripted_engines
 from waiting import eventually

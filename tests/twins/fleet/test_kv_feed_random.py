@@ -10,7 +10,7 @@ import pytest
 
 from kv_event_words import BLOCK, batch, removed, stored
 from memserve import _core
-from memserve.fleet.kv_events import EngineKvFeed
+from memserve.fleet.kv_events import EngineKvFeed, KvEntries
 from memserve.kv.identity import DEFAULT_KEY, namespace_id
 
 ROOT = namespace_id("", "m")
@@ -57,7 +57,7 @@ class EngineTwin:
 def test_with_replays_the_feed_knows_what_the_engine_has(seed: int) -> None:
     draw = random.Random(seed)
     engine, directory = EngineTwin(draw), _core.PrefixDirectory()
-    feed = EngineKvFeed(0, directory, DEFAULT_KEY, lambda size: ROOT, True)
+    feed = EngineKvFeed(KvEntries(0, directory, DEFAULT_KEY, lambda size: ROOT), True)
     for _ in range(60):
         engine.act()
         if draw.random() < 0.2:
@@ -82,7 +82,7 @@ def test_with_replays_the_feed_knows_what_the_engine_has(seed: int) -> None:
 def test_without_replays_it_never_knows_more_than_the_engine_has(seed: int) -> None:
     draw = random.Random(seed)
     engine = EngineTwin(draw)
-    feed = EngineKvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, False)
+    feed = EngineKvFeed(KvEntries(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT), False)
     for _ in range(60):
         engine.act()
         if draw.random() < 0.2:

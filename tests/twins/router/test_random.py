@@ -30,6 +30,8 @@ SHAPES = [
     [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE],
     [Role.COLOCATED] * 3,
     [Role.COLOCATED],
+    [Role.COLOCATED, Role.ENGINE],
+    [Role.PREFILL, Role.DECODE, Role.ENGINE, Role.ENGINE],
 ]
 FOREVER = 10**9
 

@@ -10,7 +10,7 @@ import pytest
 
 from kv_event_words import BLOCK, CLEARED, as_array, batch, removed, stored
 from memserve import _core
-from memserve.fleet.kv_events import EngineKvFeed
+from memserve.fleet.kv_events import EngineKvFeed, KvEntries
 from memserve.kv.identity import DEFAULT_KEY, namespace_id
 
 TOKENS = list(range(1, 1 + 4 * BLOCK))
@@ -18,7 +18,7 @@ ROOT = namespace_id("", "m")
 
 
 def new_feed(*, replays: bool = True) -> EngineKvFeed:
-    return EngineKvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, replays)
+    return EngineKvFeed(KvEntries(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT), replays)
 
 
 def cached(feed: EngineKvFeed, tokens: list[int] = TOKENS) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
 from memserve.base.plugins import KV_EVENT_FORMATS
 from memserve.base.units import NS_PER_S
-from memserve.fleet.kv_events import EngineKvFeed
+from memserve.fleet.kv_events import EngineKvFeed, KvEntries
 from memserve.fleet.kv_formats import AllBlocksRemoved, BlocksRemoved, BlocksStored, KvBatch, check_batch
 from memserve.fleet.machine import Fleet
 from memserve.fleet.messages import EngineAnswered, EngineReport, KvReceived, read_engine
@@ -63,7 +63,7 @@ def cached(feed: EngineKvFeed) -> tuple[int, int]:
 
 
 def test_events_of_a_plugin_are_applied() -> None:
-    feed = EngineKvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, True, "words")
+    feed = EngineKvFeed(KvEntries(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT), True, "words")
     feed.on_live_batch(
         0, told(["stored", [1, 2], None, TOKENS[:8], BLOCK], ["stored", [3], 2, TOKENS[8:], BLOCK, True])
     )
@@ -76,7 +76,7 @@ def test_events_of_a_plugin_are_applied() -> None:
 
 @pytest.mark.parametrize("payload", [b"{", told(["unheard of"]), told(["stored", [1], None, TOKENS, BLOCK])])
 def test_whatever_a_plugin_raises_is_a_malformed_batch(payload: bytes) -> None:
-    feed = EngineKvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, True, "words")
+    feed = EngineKvFeed(KvEntries(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT), True, "words")
     with pytest.raises(ValueError, match=r"^words: "):
         feed.on_live_batch(0, payload)
 

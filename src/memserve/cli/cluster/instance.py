@@ -26,9 +26,11 @@ from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.models import split_model
+from memserve.cli.credentials import followed_key
 from memserve.cli.output import print_lines, progress_bar
+from memserve.fleet.messages import EngineSpec, read_engine
 from memserve.system.process import die_with, ignore_terminal
-from memserve.system.secrets import Secret, follow_secret
+from memserve.system.secrets import Followed, Secret, follow_secret
 from memserve.transport.network_devices import address_towards, own_address, with_port
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ def _secret(payload: Mapping[str, Any]) -> Secret:
     return follow_secret(Path(file)) if file else str(payload["secret"])
 
 
+log = logging.getLogger(__name__)
+
 SECRET_HINT = "use the same file as `memserve serve --cluster-secret-file`"
 
 
@@ -101,6 +105,14 @@ def instance(
     ] = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     link: opt.Link = opt.DEFAULT_LINK,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            help="Stand for this server of another project, as in `memserve serve --engine`: it runs the model.",
+        ),
+    ] = None,
+    engine_key_file: Annotated[Path | None, typer.Option(help="File with the API key of that server.")] = None,
     engine: EngineOptions,
     drain_s: opt.DrainS = DRAIN_S,
     health_file: opt.HealthFile = None,
@@ -110,13 +122,21 @@ def instance(
     """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
     model, path = split_model(engine.model)
     engine = dataclasses.replace(engine, model=path)
+    role, represented = _read_server(role, server, engine_key_file)
     if supervised:
-        _run_supervised(engine, model, join, role, name or role.value, link, log_level)
+        _run_supervised(engine, model, join, role, name or role.value, link, log_level, represented)
         return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
-    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
-    place = dataclasses.replace(place, model=model)
+    place = _place(model, join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
+    if represented is not None:
+        _represent_engine(represented, engine, place, None)
+        return
+    _run_here(engine, place)
+
+
+def _run_here(engine: EngineOptions, place: MemberOptions) -> None:
+    """Load the model, be a member, end the process."""
     started = time.perf_counter()
     print_lines(f"loading {engine.model} ...")
     from memserve.host.instance import run_instance
@@ -132,8 +152,73 @@ def instance(
     _exit_immediately()
 
 
+@dataclass(frozen=True, slots=True)
+class _Represented:
+    """A server of another project, for which this process is a member."""
+
+    spec: EngineSpec
+    key_file: Path | None
+
+
+def _read_server(role: Role, server: str | None, key_file: Path | None) -> tuple[Role, _Represented | None]:
+    """The role of the member, and the server that it represents, if any."""
+    if server is not None:
+        return Role.ENGINE, _Represented(read_engine(server), key_file)
+    if role is Role.ENGINE:
+        raise UserError("a member of role engine is for a server", hint="name it: --engine vllm=http://HOST:PORT")
+    return role, None
+
+
+def _represent_engine(server: _Represented, engine: EngineOptions, place: MemberOptions, outlive: Path | None) -> None:
+    """Be a member for ``server``, with the tokenizer of the model that ``engine`` names."""
+    import asyncio
+
+    from memserve.fleet.members.host import EngineMemberOptions, EngineProcess
+    from memserve.journal.survivors import end_when_orphaned
+    from memserve.kv.identity import identity_key
+    from memserve.model.loading.card import early_tokenizer
+    from memserve.model.loading.sources import resolve_source
+    from memserve.system.process import HealthFile
+    from memserve.system.secrets import as_followed
+
+    folder = resolve_source(engine.model, "float32", keep_file=engine.may_keep_file)
+    tokenizer = early_tokenizer(folder)
+    if tokenizer is None:
+        from memserve.model.loading.loader import load_tokenizer  # by the model's config, which needs torch
+
+        tokenizer = load_tokenizer(folder)
+    key = Followed[str | None].of_constant(None) if server.key_file is None else followed_key(server.key_file)
+    options = EngineMemberOptions(
+        server.spec,
+        place.name,
+        place.join,
+        place.secret,
+        identity_key(as_followed(place.secret).initial_value),
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        engine.block_tokens,
+        place.host,
+        place.port,
+        place.advertise,
+        place.drain_s,
+        place.model,
+        place.is_supervised,
+        HealthFile(place.health_file) if place.health_file is not None else None,
+    )
+    member = EngineProcess(options, key, print_lines if not place.is_supervised else log.warning)
+    if outlive is not None:
+        end_when_orphaned(outlive, lambda: member.router)
+    asyncio.run(member.run())
+
+
 def _run_supervised(
-    engine: EngineOptions, model: str, join: str, role: Role, name: str, link: str, log_level: str
+    engine: EngineOptions,
+    model: str,
+    join: str,
+    role: Role,
+    name: str,
+    link: str,
+    log_level: str,
+    represented: _Represented | None,
 ) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
@@ -143,7 +228,10 @@ def _run_supervised(
         place = MemberOptions(
             role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True, model=model
         )
-        run_instance(engine, place, lambda: None, outlive=child.outlive)
+        if represented is not None:
+            _represent_engine(represented, engine, place, child.outlive)
+        else:
+            run_instance(engine, place, lambda: None, outlive=child.outlive)
         _exit_immediately()
 
 
@@ -155,6 +243,7 @@ def _exit_immediately() -> None:
 
 
 def _place(
+    model: str,
     join: str,
     role: Role,
     name: str | None,
@@ -181,6 +270,7 @@ def _place(
         advertise=own_host,
         link=link,
         health_file=health_file,
+        model=model,
     )
 
 

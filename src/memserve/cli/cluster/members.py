@@ -27,6 +27,7 @@ from memserve.cli.cluster.models import slug_of
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
 from memserve.cli.flags import split_address
 from memserve.cli.output import progress_bar
+from memserve.fleet.messages import EngineSpec
 from memserve.instance.scheduler.capacity import kv_tokens
 from memserve.journal.keeper import Metadata, MetadataPlace, open_metadata
 from memserve.model.gpu.setup import check_gpu_shares, on_gpus, refuse_on_gpu
@@ -63,6 +64,39 @@ class OtherModels:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineMembers:
+    """Servers of other projects that serve the model as well, and are members beside the instances."""
+
+    specs: tuple[EngineSpec, ...] = ()
+    key_file: str | None = None
+    """With their API key. None: they ask for none."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the members."""
+        return [f"e{number}" for number in range(1, len(self.specs) + 1)]
+
+    def for_model(self, name: str) -> EngineMembers:
+        """Those that serve the model of this name; empty: the only one."""
+        return dataclasses.replace(self, specs=tuple(spec for spec in self.specs if not name or spec.model == name))
+
+    def check_models(self, names: Sequence[str], *, standalone: bool) -> None:
+        """Raise :class:`UserError` for one that serves no model of ``names`` (one that is empty is any), and where
+        there is no cluster."""
+        if self.specs and standalone:
+            raise UserError("one engine alone has no members", hint="leave out --in-process, or model= of --engine")
+        for spec in self.specs:
+            if "" not in names and spec.model not in names:
+                hint = f"one of {', '.join(names)}; without model= it answers for the models that it lists"
+                message = f"--engine {spec.url} names {spec.model!r}, which no --model has"
+                raise UserError(message, hint=hint, param="engine")
+
+    def flags_of(self, spec: EngineSpec) -> tuple[str, ...]:
+        """Options of ``memserve instance``."""
+        return "--engine", spec.text, *(("--engine-key-file", self.key_file) if self.key_file is not None else ())
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterOptions:
     """The instances that this host runs, how they work together, and whether others may join."""
 
@@ -90,6 +124,7 @@ class ClusterOptions:
     model_name: str = ""
     """The name of the model, where it has been given one: several are told apart by it."""
     others: OtherModels = dataclasses.field(default_factory=lambda: OtherModels())
+    engines: EngineMembers = dataclasses.field(default_factory=lambda: EngineMembers())
 
     def __post_init__(self) -> None:
         if self.store.is_used and self.config.caching is Caching.OFF:
@@ -334,7 +369,9 @@ def memory_bytes_of(roles: Sequence[Role], engine_options: EngineOptions, option
     hbm_bytes = 0 if devices_for(engine_options, options).gpus else engine_options.kv_memory_bytes
     of_instance = hbm_bytes + engine_options.dram_memory_bytes
     return sum(
-        options.store.memory_bytes if role is Role.STORE else of_instance for role in roles if role is not Role.ROUTER
+        options.store.memory_bytes if role is Role.STORE else of_instance
+        for role in roles
+        if role is Role.STORE or role.shares_kv
     )
 
 
@@ -422,6 +459,10 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
         flags += ("--kv-codec", engine_options.kv_codec)
         flags += ("--model", options.model_name) if options.model_name else ()
         orders.append(ChildOrder(options.store_name, Role.STORE, flags))
+    for name, spec in zip(options.engines.names, options.engines.specs, strict=True):
+        model_flags = command_line_of(EngineOptions(engine_options.model, block_tokens=engine_options.block_tokens))
+        flags = ("--join", address, "--log-level", log_level, *options.engines.flags_of(spec), *model_flags)
+        orders.append(ChildOrder(f"{options.name_prefix}{name}", Role.ENGINE, flags))
     flags = ("--join", address, *options.followers.flags)
     orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]
     return orders
@@ -438,7 +479,8 @@ def _wait_until_ready(
     the instances that were waited for."""
     started = time.monotonic()
     joined = {store.name: started for store in named_stores}
-    names = supervisor.child_names
+    engines = {f"{options.name_prefix}{name}" for name in options.engines.names}  # they may come when they like
+    names = [name for name in supervisor.child_names if name not in engines]
     if set(names) <= {options.store_name}:
         print_line(f"waiting for instances to join at {engine.address} ...")
     names = [*names, *joined]

@@ -68,7 +68,7 @@ class OwnRouters:
         key = keys.derive_value(lambda texts: split_key(texts[0])[1]) if http.api_keys.are_given else None
         host = FleetHost(list_specs(), ClusterConfig(policy="least-load"), engine_key=key, listed=list_specs)
         if http.tls is not None:  # routers of this cluster, by addresses that their certificates need not name
-            host.tls = ssl._create_unverified_context()
+            host.client.tls = ssl._create_unverified_context()
         return Endpoints(host, KeyRing(), are_routers=True)
 
 

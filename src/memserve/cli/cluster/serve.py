@@ -27,7 +27,14 @@ from memserve.cli.cluster.http import (
     own_listener,
     serve_until_signal,
 )
-from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, devices_for, running_cluster
+from memserve.cli.cluster.members import (
+    READS,
+    ClusterOptions,
+    EngineMembers,
+    ServeArguments,
+    devices_for,
+    running_cluster,
+)
 from memserve.cli.cluster.models import Models, NamedModel, has_store, read_models
 from memserve.cli.cluster.picker import OwnRouters, urls_of_routers
 from memserve.cli.cluster.several import refuse_names, run_models
@@ -89,39 +96,44 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    _check_shape(engine, routers, placement, standalone=in_process, engines=bool(fleet.engines))
+    _check_shape(engine, routers, placement, standalone=in_process, engines=fleet.is_relay)
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
-    if fleet.engines or fleet.admin_key_file is not None:
-        shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+    shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
+    if fleet.is_relay:
         has_instances = in_process or any(option is not None for option in shape_options)
         run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
+    engines = EngineMembers(fleet.member_specs, fleet.key_file)
+    engines.check_models([model.name for model in models], standalone=in_process)
     if in_process:
         refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
-        cluster_options = (prefill, decode, colocated, cluster_port, placement.used_option)
-        run_server(_standalone_options(models[0].engine, cluster.admission, *cluster_options), http, None)
+        run_server(_standalone_options(models[0].engine, cluster.admission, *shape_options), http, None)
         return
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
-    needs_secret = cluster_port is not None or any(map(has_store, models))
-    secret = credentials.secret_of(cluster_secret_file, is_needed=needs_secret)
+    is_open = cluster_port is not None or any(map(has_store, models))
+    secret = credentials.secret_of(cluster_secret_file, is_needed=is_open)
 
     def options_of(model: NamedModel) -> ClusterOptions:
-        local = model.engine
+        local = _engine_of(model, placement)
         config = cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-        if placement.remote_place is not None:
-            local = dataclasses.replace(local, device="cpu")  # Ray has the GPUs
         shape = choose_counts(*model.counts, local, placement.scaling)
         return ClusterOptions(
             shape.prefill, shape.decode, shape.colocated, config, link, cluster_host, cluster_port, secret, records,
             shape_text(shape), with_absolute_folders(model.store), placement, routers, model_name=model.name,
+            engines=engines.for_model(model.name),
         )  # fmt: skip
 
     if models[0].name:
         run_models(models, engine, options_of, http, records)
         return
     run_server(models[0].engine, http, options_of(models[0]))
+
+
+def _engine_of(model: NamedModel, placement: PlacementOptions) -> EngineOptions:
+    """As this host needs it: where Ray runs the instances, Ray has the GPUs."""
+    return dataclasses.replace(model.engine, device="cpu") if placement.remote_place is not None else model.engine
 
 
 def _check_shape(

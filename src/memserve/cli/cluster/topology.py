@@ -90,8 +90,8 @@ def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
 
 
 def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
-    """Those of ``members`` that run requests, by name."""
-    return {name: info for name, info in members.items() if info.role.has_model}
+    """Those of ``members`` that say what the model is, by name."""
+    return {name: info for name, info in members.items() if info.role.shares_kv}
 
 
 def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int, early: Any = None) -> RemoteModel:

@@ -19,11 +19,11 @@ import numpy as np
 
 from memserve.base.config import AdmissionConfig
 from memserve.base.errors import check
-from memserve.base.types import Admission, Role
+from memserve.base.types import Admission, Request, Role
 from memserve.base.units import NS_PER_S
 from memserve.router.admission.ledger import BlockLedger, Need, Reservations, best_fit, block_names, required_blocks
 from memserve.router.admission.needs import MemoryNeed, Team, prompt_blocks, whole_blocks
-from memserve.router.members.loads import Ints, LoadTable, sides_of
+from memserve.router.members.loads import Ints, LoadTable, roles_for, sides_of
 from memserve.router.members.registry import Member, Registry
 from memserve.router.requests.requests import Attempt, RequestPhase, RequestState
 
@@ -31,7 +31,6 @@ GROWTH_SHARE = 4
 """Chats are taken to grow by one Nth with their next turn."""
 HELD_NS_MIN, HELD_NS_MAX = NS_PER_S // 4, 5 * NS_PER_S
 """How long KV of a finished request is held. At least: what a client needs to ask on."""
-_ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 
 
 class MemoryBudget:
@@ -74,13 +73,14 @@ class MemoryBudget:
         whole = whole_blocks(request, self._config.output_tokens_max, unit, generated)
         # An instance cuts what is generated to its room, and lets sequences of one request take turns: a request whose
         # prompt fits is never too large for its output, and needs no more than the largest instance has.
-        largest = {role: self.ledger.blocks_total(self._loads.open_numbers(role)).max(initial=0) for role in _ROLES}
+        roles, loads = roles_for(request), self._loads
+        largest = {role: self.ledger.blocks_total(loads.open_numbers(role)).max(initial=0) for role in roles}
         names = block_names(self._counted_once(req.identities or b""))[:prompt]
         # a state is handed over beside the KV; where there is no room for it, the request stays where it is
         state, least = self._state_units(), min((int(most) for most in largest.values() if most), default=0)
         prompt, whole = max(prompt, min(prompt + state, least)), whole + state
         by_role = {role: max(prompt, min(whole, int(most))) for role, most in largest.items()}
-        return MemoryNeed(prompt, by_role, names, self._teams_for(len(request.prompt)), basis)
+        return MemoryNeed(prompt, by_role, names, self._teams_for(request, len(request.prompt)), basis)
 
     def _counted_once(self, identities: bytes) -> bytes:
         """Blocks that count once for all requests: every one with cache-aware admission, else those that are pinned."""
@@ -112,11 +112,11 @@ class MemoryBudget:
         geometry = self._registry.geometry
         return self._config.unit_tokens or (geometry.block_tokens if geometry is not None else 1)
 
-    def _teams_for(self, prompt_tokens: int) -> list[Team]:
-        """Open instances that compute such prompts, and those that decode where others do that. An instance takes part
-        if the prompt fits into its context, as in placement."""
+    def _teams_for(self, request: Request, prompt_tokens: int) -> list[Team]:
+        """Open members that compute such prompts, and those that decode where others do that. A member takes part if
+        the prompt fits into its context, as in placement."""
         able = {}
-        for role in _ROLES:
+        for role in roles_for(request):
             numbers = self._loads.open_numbers(role)
             numbers = numbers[self._loads.context_limit[numbers] > prompt_tokens]
             if len(numbers):
@@ -198,7 +198,7 @@ class MemoryBudget:
             return None
         need = self.need_of(req)
         if not need.teams:
-            need = need._replace(teams=self._teams_for(0))
+            need = need._replace(teams=self._teams_for(req.request, 0))
         for team in need.by_team():
             needs = [role_need.total for role_need, _ in team]
             totals = [int(self.ledger.blocks_total(numbers).max()) for _, numbers in team]

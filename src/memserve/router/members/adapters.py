@@ -88,7 +88,7 @@ class AdapterBook:
 
     def on_registered(self, member: Member) -> None:
         """A member is new, or back: before it may get requests."""
-        if member.has_model and self.wanted:
+        if member.shares_kv and self.wanted:
             member.lacks_adapters = True
             self._loads.close_member(member.number)
 
@@ -184,11 +184,11 @@ class AdapterBook:
             self._send_to_all()
 
     def _is_able(self, member: Member) -> bool:
-        return member.has_model and member.is_open
+        return member.shares_kv and member.is_open
 
     def _send_to_all(self) -> None:
         for member in self._registry:
-            if member.has_model and member.state is not MemberState.REJOINING:
+            if member.shares_kv and member.state is not MemberState.REJOINING:
                 self._send_wanted(member)
 
     def _send_wanted(self, member: Member) -> None:

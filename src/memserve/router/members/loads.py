@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.base.errors import check
-from memserve.base.types import Role
+from memserve.base.types import Request, Role
 from memserve.kv.costs import CostModel
 from memserve.protocol.peers import Load
 from memserve.router.admission.needs import Team
@@ -25,8 +25,9 @@ from memserve.router.placement.routing import native_prices, teams
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE, Role.ROUTER)  # those with a model come first
+ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.ENGINE, Role.STORE, Role.ROUTER)  # those with a model first
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
+_INSTANCES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
 _UNUSED = -1
 
 _Value = TypeVar("_Value", str, CostModel)
@@ -135,6 +136,8 @@ class LoadTable:
         self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
         #: instances that take requests, as :func:`sides_of` has them
         self.sides = sides_of({role: numbers for role, numbers in self._numbers.items() if len(numbers)})
+        #: whether there are members whose KV is their own, and which do not answer every request
+        self.has_engines = bool((self.role == ROLE_CODE[Role.ENGINE]).any())
         able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
         self.context_limit_min = int(self.context_limit[able].min()) if able.any() else 0
 
@@ -142,10 +145,10 @@ class LoadTable:
         """Members of a role that take new requests, in order."""
         return self._numbers[role]
 
-    def longest_context(self) -> int:
-        """The longest sequence that any open instance with a model can run; 0: there is none."""
-        able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
-        return int(self.context_limit[able].max(initial=0))
+    def longest_context(self, request: Request) -> int:
+        """The longest sequence that any open member that may run ``request`` can run; 0: there is none."""
+        numbers = [self._numbers[role] for role in roles_for(request)]
+        return int(self.context_limit[np.concatenate(numbers)].max(initial=0))
 
     def apply_heartbeat(self, number: int, load: Load) -> None:
         """``load`` came with a heartbeat: the member knows of nearly all that was sent before."""
@@ -197,6 +200,12 @@ class LoadTable:
         room: Ints = self.room_blocks[numbers] * block_tokens - self.tables[2, 2, numbers]
         return room
 
+    def of_instances(self, blocks: Ints) -> Ints:
+        """``blocks [n]`` cached at each member, without those that no message pins or moves: of stores and engines."""
+        others = (self.role == ROLE_CODE[Role.STORE]) | (self.role == ROLE_CODE[Role.ENGINE])
+        instance_blocks: Ints = np.where(others, 0, blocks)
+        return instance_blocks
+
     def own_of(self, number: int) -> Work:
         """Work that was charged and not discharged."""
         return Work(*self.tables[0, :, number].tolist())
@@ -243,6 +252,11 @@ class LoadTable:
 def sides_of(able: Mapping[Role, Ints]) -> list[Team]:
     """Of instances by role: those that may compute a prompt, and those that may decode where others do that."""
     return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
+
+
+def roles_for(request: Request) -> tuple[Role, ...]:
+    """Roles of members that may run ``request``."""
+    return _INSTANCES if request.needs_instance else (*_INSTANCES, Role.ENGINE)
 
 
 def _code_of(value: _Value, codes: dict[_Value, int], column: Ints, first: int) -> int:

@@ -102,12 +102,16 @@ class Member:
             return False
         self._reported_costs = encoded
         try:
-            self.costs = CostModel.from_json(encoded)
+            self.take_costs(CostModel.from_json(encoded))
         except UserError as error:
             self.costs_note = f"its costs are not used: {error}"
             return False
         self.costs_note = ""
         return True
+
+    def take_costs(self, costs: CostModel) -> None:
+        """These are its costs from now on. To an engine no KV can be moved, whatever was measured elsewhere."""
+        self.costs = costs if self.shares_kv else costs.without_links()
 
     @property
     def peer(self) -> Peer:
@@ -149,6 +153,10 @@ class Member:
         return self.info.role.has_model
 
     @property
+    def shares_kv(self) -> bool:
+        return self.info.role.shares_kv
+
+    @property
     def is_open(self) -> bool:
         """Whether it takes new requests."""
         return self.state is MemberState.LIVE and not self.lacks_adapters
@@ -167,8 +175,8 @@ def order_of(follower: str) -> int:
 
 
 class Registry:
-    """Members by name, by number and in order of joining. Namespace and geometry of the first one with a model hold for
-    all; a store and a router have none of their own.
+    """Members by name, by number and in order of joining. Namespace and geometry of the first one that shares KV hold
+    for all; an engine, a store and a router have none of their own.
 
     Of instances that are equally good, the one with the lowest number is chosen. Where several routers place requests
     in the same moment they shall not all choose the same, so each gives its numbers in another order: the n-th member,
@@ -239,8 +247,8 @@ class Registry:
             return f"a newer incarnation of {info.peer.name!r} is a member"
         if same_name is not None and same_name.conflicts_with(info):
             return same_name.name_conflict
-        has_others = any(member.has_model and member is not same_name for member in self)
-        if not info.role.has_model or not has_others:
+        has_others = any(member.shares_kv and member is not same_name for member in self)
+        if not info.role.shares_kv or not has_others:
             return None
         if info.namespace != self.namespace:
             differ = f"{info.namespace!r}, the cluster's are {self.namespace!r}"
@@ -255,15 +263,15 @@ class Registry:
         place = heapq.heappop(self._free) if self._free else len(self._members)
         member = Member(info, place ^ self._order, joined_ns=now_ns, last_seen_ns=now_ns)
         self._by_number[member.number] = member
-        if member.has_model and not any(present_member.has_model for present_member in self):
+        if member.shares_kv and not any(present_member.shares_kv for present_member in self):
             self.namespace, self.geometry = info.namespace, info.geometry
             self.state_blocks = info.state_blocks
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
-        if member.has_model and member.has_own_costs:
+        if member.shares_kv and member.has_own_costs:
             self._costs = member.costs
-        elif member.has_model and self._costs is not None:
-            member.costs = self._costs
+        elif member.has_model and not member.has_own_costs and self._costs is not None:
+            member.take_costs(self._costs)
         return member
 
     def learn_costs(self, member: Member, encoded: bytes) -> list[Member]:
@@ -276,10 +284,13 @@ class Registry:
         model_members = [model_member for model_member in self if model_member is not member and model_member.has_model]
         alike = [model_member.costs for model_member in model_members if model_member.has_own_costs]
         alike = [costs for costs in alike if are_alike(member.costs, costs, _ALIKE_SHARE)]
-        self._costs = member.costs = alike[0] if alike else member.costs
+        member.costs = alike[0] if alike else member.costs
+        if not member.shares_kv:  # it says nothing of links, and others' models may be computed by other means
+            return [member]
+        self._costs = member.costs
         unsure = [model_member for model_member in model_members if not model_member.has_own_costs]
         for model_member in unsure:
-            model_member.costs = self._costs
+            model_member.take_costs(self._costs)
         return [member, *unsure]
 
     def remove_member(self, member: Member, *, is_final: bool = True) -> None:
@@ -318,7 +329,7 @@ class Registry:
             check(member.name == name, "{} is listed as {}", member, name)
             check(self._by_number.get(member.number) is member, "{} has not its own number", member)
             check(not self.is_dead(member.peer), "{} is dead", member)
-            check(not member.has_model or member.info.namespace == self.namespace, "{} has another namespace", member)
+            check(not member.shares_kv or member.info.namespace == self.namespace, "{} has another namespace", member)
         check(
             self.members_digest == members_digest(member.peer for member in self),
             "the digest is not that of the members",

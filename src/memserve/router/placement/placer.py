@@ -18,7 +18,7 @@ from memserve.base.config import ClusterConfig
 from memserve.base.types import Caching, Role, Tier, TransferMode
 from memserve.protocol.peers import Holder
 from memserve.router.admission.needs import Team
-from memserve.router.members.loads import ROLE_CODE, Ints, Work, sides_of
+from memserve.router.members.loads import ROLE_CODE, Ints, Work, roles_for, sides_of
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.placement.candidates import (
     IN_BLOCKS,
@@ -60,6 +60,7 @@ _WHOLE_BLOCKS = (None, TransferMode.BY_REQUEST_AGG)
 """Modes of which a pair of instances is expected to move whole blocks; ``auto`` (None) is no slower."""
 _NO_ROLE = -2
 """A code that no role has."""
+_NO_NUMBERS: Ints = np.zeros(0, np.int64)
 
 Most = tuple[int, int, int]
 """Number, blocks, those of them in the member's lower tier alone
@@ -138,7 +139,8 @@ class Placer:
         first = self._registry.member_by_number(decided.first.number)
         decode_at = decided.decode_at and self._registry.member_by_number(decided.decode_at.number)
         matched_tokens = decided.first.matched_tokens
-        holders = self._fetch_holders(first, matched_tokens, most, identities) if first.info.caching else ()
+        fetches = first.info.caching and first.shares_kv
+        holders = self._fetch_holders(first, matched_tokens, most, identities) if fetches else ()
         transfer = self._choose_transfer(ask, decided, first)
         return Placement(decided, first, decode_at or None, holders, prompt_tokens, transfer=transfer)
 
@@ -158,7 +160,7 @@ class Placer:
         sides, loads, block_tokens = self._usable_sides(req, tokens), self._loads, self._block_tokens()
         if not sides:
             return None
-        numbers = np.concatenate([numbers for _, numbers in sides[-1]])
+        numbers = np.concatenate([_NO_NUMBERS, *(numbers for role, numbers in sides[-1] if role.shares_kv)])
         spare = loads.room_tokens(numbers, block_tokens) - tokens
         # nor one where it would end earlier
         length = min(len(req.request.prompt) + req.request.stop.max_tokens, loads.context_limit[source.number])
@@ -172,9 +174,10 @@ class Placer:
 
     def _usable_sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
         """Instances that may compute the prompt, and those that may decode where others do that."""
-        if not req.avoid and not self._memory.is_counting and prompt_tokens < self._loads.context_limit_min:
+        narrows = req.avoid or self._memory.is_counting or (req.request.needs_instance and self._loads.has_engines)
+        if not narrows and prompt_tokens < self._loads.context_limit_min:
             return self._loads.sides  # each of them may
-        roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+        roles = roles_for(req.request)
         able = {role: numbers for role in roles if len(numbers := self._usable_numbers(req, role, prompt_tokens))}
         return sides_of(able)
 
@@ -244,7 +247,10 @@ class Placer:
         if not matches.holders:
             return []
         without = _NO_ROLE if self._config.caching is Caching.PD_CACHING_3 else ROLE_CODE[Role.DECODE]
-        return _core.most_of(matches.columns, self._loads.role, without, ROLE_CODE[Role.STORE], HOLDERS_MAX)
+        columns = matches.columns
+        if self._loads.has_engines:  # what they hold is theirs alone
+            columns = np.where(self._loads.role == ROLE_CODE[Role.ENGINE], 0, columns)
+        return _core.most_of(columns, self._loads.role, without, ROLE_CODE[Role.STORE], HOLDERS_MAX)
 
     def _best_holding(self, most: list[Most]) -> tuple[Holding, ...]:
         """The holder of most of the prompt. No other matters: an instance that has as much itself fetches nothing."""

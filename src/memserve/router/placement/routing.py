@@ -49,14 +49,14 @@ def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]
     both).
 
     Pairs need both roles. Without a pair, colocated instances do both; without those too, the instances of the role
-    that is left do both: any instance with a model can prefill and decode.
+    that is left do both: any instance with a model can prefill and decode. Engines do both beside them.
     """
     if Role.PREFILL in present and Role.DECODE in present:
-        return (Role.PREFILL, Role.COLOCATED), (Role.DECODE,)
+        return (Role.PREFILL, Role.COLOCATED, Role.ENGINE), (Role.DECODE,)
     for alone in (Role.COLOCATED, Role.PREFILL, Role.DECODE):
         if alone in present:
-            return (alone,), ()
-    return (), ()
+            return (alone, Role.ENGINE), ()
+    return (Role.ENGINE,) if Role.ENGINE in present else (), ()
 
 
 def split(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:

@@ -28,7 +28,7 @@ from memserve.protocol.kv_hints import (
 )
 from memserve.protocol.peers import Holder
 from memserve.router.events import PrefixPinned, PrefixUnpinned
-from memserve.router.members.loads import ROLE_CODE, Ints
+from memserve.router.members.loads import Ints
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.placement.placer import Placer
@@ -86,7 +86,7 @@ class HintRelay:
             event.isolation, self._registry.namespace, tokens, geometry.block_tokens
         )
         matches = self._trees.match_prompt(identities, len(self._loads), spreads=not self._registry.state_blocks)
-        blocks = np.where(self._loads.role == ROLE_CODE[Role.STORE], 0, matches.blocks) if matches.holders else None
+        blocks = self._loads.of_instances(matches.blocks) if matches.holders else None
         if not matches.holders:
             self.results.put_result(event.hint_id, NOTHING_CACHED)
         elif event.action is HintAction.PREFETCH or (event.action is HintAction.SHARE and event.destination != STORE):
@@ -131,12 +131,12 @@ class HintRelay:
         least to do. A text says why there is none."""
         if event.destination:
             member = self._registry.member_by_name(event.destination)
-            if member is None or not member.has_model or not member.is_open:
+            if member is None or not member.shares_kv or not member.is_open:
                 return f"there is no instance {event.destination[:64]!r}"
             return member
         if event.action is HintAction.SHARE:
             return "share needs a destination: an instance, or 'store'"
-        able = [member for member in self._registry if member.has_model and member.is_open]
+        able = [member for member in self._registry if member.shares_kv and member.is_open]
         if not able:
             return "no instance is live"
         of_prompts = [member for member in able if member.info.role is not Role.DECODE] or able

@@ -275,7 +275,7 @@ class Lifecycle:
         longest = (
             0
             if self._registry.unheard_members
-            else max(self._loads.longest_context(), self._shard_placer.longest_sequence())
+            else max(self._loads.longest_context(req.request), self._shard_placer.longest_sequence())
         )
         if self._shard_placer.may_place_later(req):
             self._wait_for_instance(req, RETRY_S, now_ns)

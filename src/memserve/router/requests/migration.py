@@ -84,7 +84,7 @@ class Migrations:
         if self._looks_at_ns is None or now_ns < self._looks_at_ns:
             return
         self._looks_at_ns = None
-        draining = [member for member in self._registry if member.state is MemberState.DRAINING and member.has_model]
+        draining = [member for member in self._registry if member.state is MemberState.DRAINING and member.shares_kv]
         for member in draining:
             self._empty_member(member, now_ns)
         if any(member.attempts for member in draining):
@@ -148,7 +148,7 @@ class Migrations:
         """``member`` has said how busy it is: where requests wait for its memory, and another one has room, one
         goes there."""
         load, was_pressed = member.load, member in self._pressed
-        if not self._balances or load is None or not member.is_open:
+        if not self._balances or load is None or not member.is_open or not member.shares_kv:
             return
         if not load.requests_waiting or load.hbm_blocks_available > member.info.hbm_blocks // _FULL_SHARE:
             self._pressed.discard(member)

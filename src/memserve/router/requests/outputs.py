@@ -184,7 +184,7 @@ class OutputMerger:
             logprobs=output.logprobs[known_tokens:],
             finish_reason=output.finish_reason,
             error=output.error,
-            cached_tokens=output.cached_tokens if first else 0,
+            cached_tokens=output.cached_tokens if first or not attempt.first.shares_kv else 0,
             inexact_tokens=output.inexact_tokens if first else 0,
             prompt_logprobs=output.prompt_logprobs if first else None,
             cumulative_logprob=output.cumulative_logprob,

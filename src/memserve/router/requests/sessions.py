@@ -24,7 +24,7 @@ from memserve.protocol.peers import Peer
 from memserve.protocol.records import HandleDropped, HandlePinned, SessionRouted
 from memserve.router.admission.memory_budget import MemoryBudget
 from memserve.router.events import PrefixPinned, PrefixUnpinned
-from memserve.router.members.loads import ROLE_CODE, LoadTable
+from memserve.router.members.loads import LoadTable
 from memserve.router.members.registry import Member, MemberState, Registry
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.placement.prefix_directory import Trees
@@ -339,7 +339,7 @@ class NamedPrefixes:
         matches = self._trees.match_prompt(handle.identities, len(self._loads))
         if not matches.holders:
             return handle.place
-        blocks = np.where(self._loads.role == ROLE_CODE[Role.STORE], 0, matches.blocks)  # a store pins by itself
+        blocks = self._loads.of_instances(matches.blocks)  # a store pins by itself
         longest = int(blocks.max())
         if not longest:
             return handle.place

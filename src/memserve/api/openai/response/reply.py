@@ -219,8 +219,8 @@ class Reply:
             logprobs[delta.first : delta.last] = [_SHOWN] * (delta.last - delta.first)
 
     def _note_first(self, prompt_index: int, output: TokenOutput) -> None:
-        if not self._has_cached[prompt_index]:
-            self._has_cached[prompt_index] = True
+        if not self._has_cached[prompt_index] and (output.cached_tokens or output.inexact_tokens):
+            self._has_cached[prompt_index] = True  # of its sequences each says so
             self.cached_tokens += output.cached_tokens
             self.inexact_tokens += output.inexact_tokens
         for fact in output.story:

@@ -1,0 +1,1 @@
+"""Engines that are members of a model's cluster, beside its instances."""
