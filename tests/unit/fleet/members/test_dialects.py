@@ -15,7 +15,7 @@ from memserve.base.types import Request, SamplingParams, StopParams, TokenLogpro
 from memserve.fleet.members.dialects import END_OF_STREAM, AnswerPiece, Dialect, SequenceCall, dialect_of, event_data
 from memserve.fleet.messages import EngineKind
 
-KINDS = list(EngineKind)
+KINDS = [kind for kind in EngineKind if kind is not EngineKind.MEMSERVE]  # routers are no members
 
 
 def call_of(sampling: SamplingParams | None = None, generated: tuple[int, ...] = (), **more: Any) -> SequenceCall:
