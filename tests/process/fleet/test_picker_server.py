@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,6 +151,15 @@ def test_a_port_in_use_is_said_before_anything_starts(
     assert "choose another one with --endpoint-picker HOST:PORT" in capfd.readouterr().err
     assert run([*words[:-1], "9002"]) == 1
     assert "--endpoint-picker must be HOST:PORT" in capfd.readouterr().err
+
+
+def test_a_picker_without_its_packages_says_so(
+    engines: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "grpc_health.v1", None)
+    words = ["serve", "--engine", f"vllm={engines[0].url}", "--endpoint-picker", f"127.0.0.1:{free_port()}"]
+    assert run(words) == 1
+    assert "pip install 'memserve[gateway]'" in capfd.readouterr().err
 
 
 def test_a_fleet_of_memserve_routers_is_picked_from(engines: list[ScriptedEngine]) -> None:
