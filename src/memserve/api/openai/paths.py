@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import quote
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -150,7 +151,8 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
     watcher = asyncio.create_task(_abort_on_disconnect(call, receive))
     try:
         query = scope.get("query_string", b"")
-        target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+        raw_path = scope.get("raw_path") or quote(scope["path"]).encode()  # Ray Serve, and others, leave it out
+        target = (raw_path + (b"?" + query if query else b"")).decode("latin-1")
         headers = [header for header in scope["headers"] if header[0] not in NOT_SENT_ON | {b"x-request-id"}]
         headers += [(b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1")), (_RELAYED, b"1")]
         await call.send_request(scope["method"], target, headers, body, _SILENCE_S)
