@@ -14,7 +14,6 @@ import pytest
 
 from api_world import World, says, serve
 from fake_engine import FakeEngine
-from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.openai.paths import answer_as_owner
 from ports import free_port
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, whole
@@ -56,9 +55,10 @@ def test_the_owners_answer_is_handed_on_as_it_is(world: World, owner: ScriptedEn
 
 
 def test_servers_that_leave_the_raw_path_out_are_understood(owner: ScriptedEngine) -> None:
-    """As Ray Serve does."""
+    """ASGI asks for neither a raw path nor an id of ours: as with Ray Serve."""
     hub = SimpleNamespace(engine=SimpleNamespace(owner_url=owner.url), draining=False)
-    scope = {"method": "GET", "path": "/v1/documents/d 1", "query_string": b"a=b", "headers": [], REQUEST_ID_KEY: "r"}
+    headers = [(b"x-request-id", b"of-the-client")]
+    scope = {"method": "GET", "path": "/v1/documents/d 1", "query_string": b"a=b", "headers": headers}
     events: list[Any] = []
 
     async def ask() -> None:
@@ -71,7 +71,9 @@ def test_servers_that_leave_the_raw_path_out_are_understood(owner: ScriptedEngin
         await answer_as_owner(hub, "documents", scope, receive, send, b"")
 
     asyncio.run(ask())
-    assert events[0]["status"] == 201 and owner.asked[0].path == "/v1/documents/d%201?a=b"
+    (asked,) = owner.asked
+    assert events[0]["status"] == 201 and asked.path == "/v1/documents/d%201?a=b"
+    assert asked.headers["x-request-id"] == "of-the-client"
 
 
 def test_methods_that_no_router_knows_are_refused_here(world: World, owner: ScriptedEngine) -> None:

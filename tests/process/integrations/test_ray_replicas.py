@@ -57,6 +57,9 @@ def test_all_replicas_answer_as_one_engine(served: Served, truth: list[str], mod
     eventually(lambda: len(replicas()) == 2)
     assert [ask(served, seed) for seed in range(8)] == truth
     assert len(processes_of(model, "instance")) == 2 and len(processes_of(model, "serve")) == 1
+
+
+def test_documents_are_kept_by_the_owner(served: Served) -> None:
     text = {"endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
     for number in range(6):  # whichever replica is asked, the owner keeps it
         url = f"{served.url}/v1/documents/d{number}"
