@@ -157,6 +157,28 @@ def test_engines_that_are_ruled_out_get_nothing() -> None:
     assert isinstance(end, GiveUp) and end.status == 503
 
 
+def test_engines_of_pairs_are_not_handed_out() -> None:
+    world = World(roles="PDc")
+    for name, tokens in (("short", PROMPT), ("long", LONG)):
+        assert world.hand_out(name, tokens=tokens) == ("c:3",)
+    assert world.ask("relayed", tokens=LONG[::-1]) and "relayed" in world.pairs
+    world.tell(EngineMissed("c:3", "refused", refuses=True))
+    assert world.hand_out("r") == ()
+    end = world.ended["r"]
+    assert isinstance(end, GiveUp) and "b:2: it answers in a pair alone; c:3: refused" in end.reason
+
+
+def test_engines_below_a_base_are_not_handed_out() -> None:
+    world = World(roles="c")
+    world.tell(EngineJoined(read_engine("openai=http://d:4/api/v1")))
+    world.well("d:4/api")
+    assert world.hand_out("r") == ("a:1",)
+    world.tell(EngineMissed("a:1", "refused", refuses=True))
+    assert world.ask("relayed") == "d:4/api" and world.hand_out("q") == ()
+    end = world.ended["q"]
+    assert isinstance(end, GiveUp) and "d:4/api: gateways do not reach it below /api" in end.reason
+
+
 def test_a_request_without_a_model_may_go_to_any_engine() -> None:
     world = World()
     world.well("a:1", ("other",))

@@ -12,10 +12,14 @@ import pytest
 from asking_gateway import NONE, PASSING, PIECES, WHOLE, Asking, AskingGateway, pieces
 from fleet_server import FleetServer, fleet_server, spec_of
 from memserve.api.http.config import EdgeConfig
+from memserve.api.http.limits import Edge
+from memserve.api.http.middleware import KeyRing
+from memserve.api.metrics.http import ApiMetrics
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.types import Admission
 from memserve.base.units import MIB
-from memserve.fleet.messages import EngineView
+from memserve.fleet.gateway.picker import Picker
+from memserve.fleet.messages import EngineView, read_engine
 from scripted_engine import MODEL, ScriptedEngine, scripted_engines, whole
 from waiting import eventually
 
@@ -242,6 +246,35 @@ def test_keys_of_the_router_are_checked_and_not_sent(engines: list[ScriptedEngin
         assert gateway.ask(BODY, authorization="Bearer wrong").status == 401
         answer = gateway.ask(BODY, authorization="Bearer secret")
         assert answer.endpoints and answer.removed == ["authorization"]
+
+
+def test_what_engines_store_is_no_tenants(engines: list[ScriptedEngine]) -> None:
+    body = {"model": MODEL, "input": "x" * 400}
+    for keys, status in ((("ada=secret",), 400), ((), 200)):
+        key = "Bearer secret"
+        with picking(engines, api_keys=keys) as server, AskingGateway(server.picker) as gateway:
+            for fields, expected in ((body, 200), ({**body, "previous_response_id": "resp_1"}, status)):
+                asking = gateway.begin()
+                asking.send_head(path="/v1/responses?x=1", authorization=key)
+                asking.send_body(json.dumps(fields).encode())
+                answer = asking.answer()
+                assert (answer.status, len(answer.endpoints)) == (expected, 3 if expected == 200 else 0)
+                asking.end()
+            asking = gateway.begin()
+            asking.send_head("GET", "/v1/responses/resp_1", ends=True, authorization=key)
+            message = asking.next()
+            assert (message.WhichOneof("response") == "immediate_response") == bool(keys)
+            assert not keys or message.immediate_response.status.code == 404
+            asking.end()
+
+
+def test_an_engine_of_a_pair_makes_no_picker_ready(engines: list[ScriptedEngine]) -> None:
+    roles = ("prefill", "decode")
+    specs = [read_engine(f"sglang={engine.url},role={role}") for engine, role in zip(engines, roles, strict=False)]
+    with fleet_server(specs, picks=True) as server, AskingGateway(server.picker) as gateway:
+        answer = gateway.ask(BODY)
+        assert answer.status == 503 and "in a pair alone" in answer.error["message"]
+        assert not Picker(server.host, Edge(EdgeConfig(), ApiMetrics()), KeyRing(), 1.0).is_ready
 
 
 def test_engines_get_their_own_key(engines: list[ScriptedEngine]) -> None:
