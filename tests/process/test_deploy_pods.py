@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 
 import net_hosts
 from net_hosts import Network
+from served_cluster import eventually
 from tiny_models import prompt, save_folder, tiny_module
 
 pytest.importorskip("helm_python", reason="the chart is rendered by Helm, which helm-python-sdk brings")
@@ -37,8 +40,8 @@ VALUES: dict[str, Any] = {
 class Cluster:
     """A pod of each workload."""
 
-    def __init__(self, network: Network, folder: Path, model: Path) -> None:
-        manifests = pods.rendered(VALUES)
+    def __init__(self, network: Network, folder: Path, model: Path, values: dict[str, Any] = VALUES) -> None:
+        manifests = pods.rendered(values)
         self.client = network.add("client")
         workloads = {one["metadata"]["name"]: one for one in manifests if one["kind"] in ("StatefulSet", "Deployment")}
         self.pods: dict[str, Any] = {}
@@ -61,10 +64,10 @@ class Cluster:
             (of / "api-keys" / "api-keys").write_text(keys["chat-api-keys"]["stringData"]["api-keys"])
             shutil.copytree(model, of / "model" / "tiny")
 
-    def ask(self, count: int, key: str = KEY) -> tuple[int, Any]:
+    def ask(self, count: int, key: str = KEY, model: str = "tiny", router: str = "router") -> tuple[int, Any]:
         tokens = [int(token) for token in prompt(90, 3)]
-        body = {"model": "tiny", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-        router = self.pods["router"].host.address
+        body = {"model": model, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        router = self.pods[router].host.address
         status, text = self.client.http(router, 8000, "/v1/completions", body | {"explain": True}, key=key)
         return status, json.loads(text)
 
@@ -74,6 +77,59 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     model = save_folder(tiny_module("llama"), tmp_path / "tiny")
     with Network() as network:
         yield Cluster(network, tmp_path, model)
+
+
+COLOCATED = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}, "colocated": {"replicas": 1}}
+SEVERAL: dict[str, Any] = {
+    **VALUES,
+    "models": [
+        {"name": name, "source": "/srv/memserve/model/tiny", "instances": COLOCATED, "store": {"replicas": stores}}
+        for name, stores in (("small", 0), ("large", 1))
+    ],
+    "router": {**VALUES["router"], "processes": 2},
+    "followers": {"replicas": 1},
+    "picker": {"enabled": True},
+}
+ASK_PICKER = """
+import sys
+from asking_gateway import AskingGateway
+with AskingGateway(sys.argv[1]) as gateway:
+    answers = [gateway.ask({"model": model, "prompt": "x"}) for model in ("small", "large", "none")]
+print(*[",".join(sorted(answer.endpoints)) or answer.status for answer in answers])
+"""
+
+
+def test_several_models_have_several_routers(tmp_path: Path) -> None:
+    """Each model's instance joins every router, and a gateway is told of the owner and the follower."""
+    model = save_folder(tiny_module("llama"), tmp_path / "tiny")
+    with Network() as network:
+        cluster = Cluster(network, tmp_path, model, SEVERAL)
+        assert set(cluster.pods) == {"router", "follower", "small-colocated", "large-colocated", "large-store"}
+        for pod in cluster.pods.values():
+            pod.start()
+        for pod in cluster.pods.values():
+            pod.wait("readinessProbe")
+        routers = [cluster.pods[name].host.address for name in ("router", "follower")]
+        for router in ("router", "follower"):
+            for name in ("small", "large"):
+                status, answer = cluster.ask(4, model=name, router=router)
+                assert status == 200 and answer["model"] == name, answer
+        doctor = ("memserve", "doctor", "--cluster", "http://127.0.0.1:8000", "--api-key", KEY)
+        found = cluster.pods["router"].exec(*doctor)
+        assert found.returncode == 0, found.stdout + found.stderr
+        endpoints = ",".join(sorted(f"{address}:8000" for address in routers))
+        eventually(lambda: ask_picker(cluster, routers[0]) == f"{endpoints} {endpoints} 404")
+        for pod in reversed(cluster.pods.values()):
+            pod.terminate()
+            assert pod.status() == 0, pod.said()
+
+
+def ask_picker(cluster: Cluster, router: str) -> str:
+    """Where requests for each model, and for one that is none, are to go."""
+    support = str(pods.ROOT / "tests" / "support")
+    command = ["env", f"PYTHONPATH={support}", sys.executable, "-c", ASK_PICKER, f"{router}:9002"]
+    asking = cluster.client.popen(command, stdout=subprocess.PIPE)
+    return asking.communicate(timeout=60)[0].strip()
 
 
 def test_pods_join_are_ready_drain_and_end(cluster: Cluster) -> None:

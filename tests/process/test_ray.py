@@ -13,6 +13,7 @@ from asking_clients import QUESTIONS, Load, truth_of
 from memserve.cli.cluster.ray import _DROPPED, without_flags
 from on_ray import CLIENTS, COUNT, PAUSE_S, WAIT_S, OnRay
 from served_cluster import eventually
+from served_store import ServedStore
 from tiny_models import save_folder, tiny_module
 
 pytest.importorskip("ray", reason="Ray (extra: ray) is not installed")
@@ -109,15 +110,62 @@ def test_an_instance_of_several_workers_gets_as_many_gpus(served: OnRay, model: 
         placed.process.kill()
 
 
-def test_a_ray_has_one_cluster_at_a_time(served: OnRay, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    one = OnRay(model, "--colocated", "1", prefill=0, decode=0, ray=served.ray)
+def test_clusters_of_other_names_share_a_ray(
+    served: OnRay, model: Path, truth: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--colocated", "1", "--ray-resources", "colocated=CPU:0.5")
+    first, second = (
+        OnRay(model, *shape, "--ray-cluster", name, prefill=0, decode=0, ray=served.ray) for name in ("one", "two")
+    )
     try:
-        another = OnRay(model, "--colocated", "1", prefill=0, decode=0, ray=served.ray)
-        assert another.process.wait(WAIT_S) == 1
+        twin = OnRay(model, *shape, "--ray-cluster", "two", prefill=0, decode=0, ray=served.ray)
+        assert twin.process.wait(WAIT_S) == 1
+        assert "a cluster of memserve called two runs on this Ray" in capfd.readouterr().err
+        assert [cluster.ask(0) for cluster in (first, second)] == [truth[0]] * 2
+        status, text = first.try_to_scale("colocated=2")
+        assert status == 1 and "several clusters of memserve run" in text and "one of one, two" in text
+        status, text = first.try_to_scale("colocated=2", "--ray-cluster", "three")
+        assert status == 1 and "no cluster of memserve called three runs" in text
+        assert second.scale("colocated=2", "--ray-cluster", "two").startswith("colocated: c1, c2\n")
+        assert (first.up(), second.up()) == ({"c1"}, {"c1", "c2"})
+        assert first.end() == 0
+        assert second.scale("colocated=1").startswith("colocated: c1\n")  # it is the only one
+        third = OnRay(model, *shape, prefill=0, decode=0, ray=served.ray)
+        again = OnRay(model, *shape, prefill=0, decode=0, ray=served.ray)
+        assert again.process.wait(WAIT_S) == 1
         assert "another cluster of memserve runs on this Ray" in capfd.readouterr().err
-        assert one.up() == {"c1"} and one.end() == 0
+        assert third.scale("colocated=1").startswith("colocated: c1\n")  # without a name it is the one without
+        assert [cluster.ask(1) for cluster in (second, third)] == [truth[1]] * 2
+        assert [cluster.end() for cluster in (second, third)] == [0, 0]
     finally:
-        one.process.kill()
+        for cluster in (first, second):
+            cluster.process.kill()
+
+
+def test_a_store_that_runs_already_outlives_clusters(
+    served: OnRay, model: Path, truth: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = ServedStore(tmp_path, dram="16MiB")
+    flags = ("--colocated", "1", "--store", store.address, "--cluster-secret-file")
+    try:
+        for is_second in (False, True):
+            placed = OnRay(model, *flags, str(store.secret_file), prefill=0, decode=0, ray=served.ray)
+            try:
+                if is_second:  # it has what the first one computed
+                    eventually(lambda placed=placed: placed.counter("store_tree_blocks"))
+                assert [placed.ask(seed) for seed in range(8)] == truth
+                eventually(lambda placed=placed: placed.counter("store_tree_blocks"))
+                assert placed.end() == 0
+            finally:
+                placed.process.kill()
+        other = tmp_path / "other"
+        other.write_text("another secret, long enough as well")
+        other.chmod(0o600)
+        wrong = OnRay(model, *flags, str(other), prefill=0, decode=0, ray=served.ray)
+        assert wrong.process.wait(WAIT_S) == 1
+        assert f"the store at {store.address} has another secret" in capfd.readouterr().err
+    finally:
+        assert store.close() == 0
 
 
 def test_crash_looping_ray_instance_is_not_restarted_forever(
@@ -175,7 +223,9 @@ def test_words_of_the_driver_are_not_those_of_the_router() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "--address", "192.0.2.1:6379"], "--address and --ray-resources are Ray's"),
+        (["serve", "--address", "192.0.2.1:6379"], "--address, --ray-resources and --ray-cluster are"),
+        (["serve", "--ray-cluster", "x"], "--address, --ray-resources and --ray-cluster are"),
+        (["serve", "--on", "ray", "--ray-cluster", "x/y"], "is no name of a cluster"),
         (["serve", "--on", "ray", "--address", "127.0.0.1:1"], "no Ray at 127.0.0.1:1"),
         (["serve", "--on", "ray", "--ray-resources", "decode=GPU"], "cannot read --ray-resources"),
         (["serve", "--on", "ray", "--scale", "decode=1..2", "--scale-file", "x"], "Ray carries out the decisions"),

@@ -14,11 +14,14 @@ from typing import Any
 
 import httpx
 
-from memserve.api.http.server import Server, bind
+from memserve.api.http.middleware import KeyRing
+from memserve.api.http.server import DrainedApp, Server, bind
+from memserve.api.http.tls import Tls
 from memserve.base.config import ClusterConfig
 from memserve.fleet.app import create_fleet_app
 from memserve.fleet.host import FleetHost
 from memserve.fleet.messages import EngineSpec, read_engine
+from ports import free_port
 from scripted_engine import MODEL, ScriptedEngine
 
 STEADY_S = 20.0
@@ -32,6 +35,8 @@ class FleetServer:
     url: str
     host: FleetHost
     server: Server
+    picker: str = ""
+    """HOST:PORT of its endpoint picker; empty: it has none."""
 
     def post(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
         """A request for an answer."""
@@ -50,11 +55,16 @@ def spec_of(engine: ScriptedEngine, **more: str) -> EngineSpec:
 
 @contextlib.contextmanager
 def fleet_server(
-    specs: list[EngineSpec], config: ClusterConfig | None = None, engine_key: Any = None, **options: Any
-) -> Iterator[FleetServer]:
-    """Serve; afterwards the machine must hold no request."""
+    specs: list[EngineSpec], config: ClusterConfig | None = None, engine_key: Any = None, *,
+    picks: bool = False, tls: Tls | None = None, **options: Any,
+) -> Iterator[FleetServer]:  # fmt: skip
+    """Serve; afterwards the machine must hold no request. ``picks``: gateways may ask it where requests go, with
+    ``tls`` in a channel of its own."""
     host = FleetHost(specs, config or ClusterConfig(), engine_key=engine_key)
-    app = create_fleet_app(host, **options)
+    app: DrainedApp = create_fleet_app(host, **options)
+    port = free_port() if picks else 0
+    if picks:
+        app = _with_picker(app, host, port, tls, options)
     ready = threading.Event()
     with bind("127.0.0.1", 0) as listener:
         server = Server(app, drain_s=5.0, on_ready=ready.set)
@@ -62,13 +72,22 @@ def fleet_server(
         thread.start()
         assert ready.wait(STEADY_S)
         try:
-            yield FleetServer(f"http://127.0.0.1:{listener.getsockname()[1]}", host, server)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield FleetServer(url, host, server, f"127.0.0.1:{port}" if picks else "")
         finally:
             server.should_exit = True
             thread.join(STEADY_S)
             assert not thread.is_alive()
     assert host.requests_open == 0
     host.machine.check_invariants()
+
+
+def _with_picker(app: DrainedApp, host: FleetHost, port: int, tls: Tls | None, options: dict[str, Any]) -> DrainedApp:
+    from memserve.fleet.gateway.picker import Picker
+    from memserve.fleet.gateway.picker_server import PickerAddress, PickerServer, WithPicker
+
+    picker = Picker(host, app.state.edge, KeyRing(options.get("api_keys", ())), options.get("silence_s", STEADY_S))
+    return WithPicker(app, PickerServer(picker, PickerAddress("127.0.0.1", port, tls), 5.0))
 
 
 WAIT_S = 60.0

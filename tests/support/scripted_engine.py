@@ -36,7 +36,8 @@ Script = Callable[[Asked, asyncio.StreamWriter], Awaitable[None]]
 
 def whole(status: int, body: bytes, *more: str, kind: str = "application/json") -> bytes:
     """A whole answer."""
-    lines = [f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(body)}", *more, "", ""]
+    lines = [f"HTTP/1.1 {status} X", f"content-type: {kind}", f"content-length: {len(body)}", "connection: close"]
+    lines += [*more, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -45,7 +46,9 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 ANSWER = b'{"object":"text_completion",  "choices":[{"index":0,"text":"ok"}]}'
 EVENTS = [b'data: {"choices":[{"index":0,"text":"o"}]}\n\n', b'data: {"choices":[{"index":0,"text":"k"}]}\n\n']
 DONE = b"data: [DONE]\n\n"
@@ -91,7 +94,8 @@ class ScriptedEngine:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             first, *lines = head.split("\r\n")
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
-            body = await reader.readexactly(int(headers.get("content-length", 0)))
+            is_chunked = headers.get("transfer-encoding") == "chunked"
+            body = await (_chunks(reader) if is_chunked else reader.readexactly(int(headers.get("content-length", 0))))
             await self._one(Asked(first.split()[1], headers, body), writer)
             await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
@@ -119,6 +123,15 @@ class ScriptedEngine:
         else:
             self.asked.append(asked)
             await self.script(asked, writer)
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body without a length."""
+    body = b""
+    while size := int(await reader.readline(), 16):
+        body += (await reader.readexactly(size + 2))[:size]
+    await reader.readline()
+    return body
 
 
 @contextlib.contextmanager

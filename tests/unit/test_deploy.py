@@ -52,7 +52,32 @@ BARE: dict[str, Any] = {
     "etcd": {"endpoints": ["etcd-0.etcd:2379"]},
     "clusterSecret": {"existingSecret": "secret"},
 }
-CASES = {"defaults": {}, "everything": EVERYTHING, "bare": BARE}
+SEVERAL: dict[str, Any] = {
+    "router": {"processes": 2},
+    "followers": {"replicas": 2, "args": ["--admission", "bounded", "--max-active", "8"]},
+    "models": [
+        {"name": "small", "source": "default", "instances": {"prefill": {"replicas": 0}, "decode": {"replicas": 0},
+                                                             "colocated": {"replicas": 1}}},
+        {"name": "large", "source": "/srv/memserve/model/large", "store": {"replicas": 1},
+         "instances": {"decode": {"replicas": 2, "args": ["--threads=1"]}},
+         "autoscaling": {"prefill": {"enabled": True}}},
+    ],
+    "picker": {"enabled": True, "inferencePool": {"enabled": True}, "gateways": [{"namespaceSelector": {}}]},
+    "tls": {"existingSecret": "llm-tls"},
+    "apiKeys": {"existingSecret": "keys"},
+    "metricsKey": {"existingSecret": "metrics"},
+}  # fmt: skip
+FLEET: dict[str, Any] = {
+    "router": {"host": "::", "replicas": 2, "processes": 3},
+    "engines": {
+        "servers": ["vllm=http://vllm-0.vllm:8000,events=tcp://vllm-0.vllm:5557", "memserve=http://other:80"],
+        "keySecret": "engines", "adminKeySecret": "operators",
+    },
+    "picker": {"enabled": True, "port": 9009},
+}  # fmt: skip
+CASES = {"defaults": {}, "everything": EVERYTHING, "bare": BARE, "several": SEVERAL, "fleet": FLEET}
+OWN_KINDS = ("InferencePool",)
+"""Of extensions: no schema of Kubernetes knows them."""
 
 
 @functools.cache
@@ -102,7 +127,8 @@ def test_schemas_accept_every_manifest(case: str, version: str) -> None:
     kinds = {"StatefulSet", "Service", "PodDisruptionBudget"}
     assert kinds <= {one["kind"] for one in manifests(case)}
     for one in manifests(case):
-        kubernetes_validate.validate(one, version, strict=True)
+        if one["kind"] not in OWN_KINDS:
+            kubernetes_validate.validate(one, version, strict=True)
     broken = {**manifests(case)[0], "specification": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(broken, version, strict=True)
@@ -118,7 +144,7 @@ def test_commands_know_every_flag_that_a_pod_gives_them(case: str) -> None:
         given = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert given <= known, f"{command} does not know {given - known}"
         seen.add(command)
-    assert {"serve", "instance"} <= seen
+    assert seen >= ({"serve"} if case == "fleet" else {"serve", "instance"})
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -164,11 +190,14 @@ def test_selectors_find_pods_and_ports(case: str) -> None:
     for one in [*workloads, *of_kind(case, "PodDisruptionBudget")]:
         assert len(found(one["spec"]["selector"]["matchLabels"])) == 1, one["metadata"]["name"]
     for one in of_kind(case, "Service"):
-        (template,) = found(one["spec"]["selector"])
-        ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
-        for port in one["spec"]["ports"]:
-            target = port.get("targetPort", port["port"])
-            assert target in ports or target in ports.values(), one["metadata"]["name"]
+        behind = found(one["spec"]["selector"])
+        assert len(behind) == (2 if case == "several" and one["metadata"]["name"] == "chat" else 1)
+        for template in behind:
+            ports = {port["name"]: port["containerPort"] for port in template["spec"]["containers"][0]["ports"]}
+            for port in one["spec"]["ports"]:
+                target = port.get("targetPort", port["port"])
+                is_headless = one["spec"].get("clusterIP") == "None" and case == "fleet"
+                assert target in ports or target in ports.values() or is_headless, one["metadata"]["name"]
     for one in of_kind(case, "NetworkPolicy"):
         assert found(one["spec"]["podSelector"]["matchLabels"])
 
@@ -186,6 +215,56 @@ def test_pods_run_without_privileges(case: str) -> None:
         secrets = [one["secret"]["defaultMode"] for one in pod["volumes"] if "secret" in one]
         assert secrets and all(not mode & 0o037 for mode in secrets)
         assert not any("KEY" in word and "=" in word for word in container["args"]), "no key on a command line"
+
+
+def test_each_model_has_members_of_its_own() -> None:
+    workloads = of_kind("several", "Deployment", "StatefulSet")
+    models = {
+        one["metadata"]["name"].removeprefix("chat-"): [
+            word.partition("=")[2]
+            for word in one["spec"]["template"]["spec"]["containers"][0]["args"]
+            if word.startswith("--model=")
+        ]
+        for one in workloads
+    }
+    small, large = "small=default", "large=/srv/memserve/model/large"
+    assert models == {
+        "router": [small, large], "follower": [small, large], "small-colocated": [small], "large-prefill": [large],
+        "large-decode": [large], "large-store": ["large"],
+    }  # fmt: skip
+    (scaler,) = of_kind("several", "HorizontalPodAutoscaler")
+    assert scaler["spec"]["metrics"][0]["external"]["metric"]["selector"]["matchLabels"] == {
+        "role": "prefill", "model": "large",
+    }  # fmt: skip
+
+
+def test_a_gateway_is_sent_to_all_routers() -> None:
+    (pool,) = of_kind("several", "InferencePool")
+    (picker,) = [one for one in of_kind("several", "Service") if one["metadata"]["name"] == "chat-picker"]
+    assert pool["spec"]["endpointPickerRef"]["name"] == picker["metadata"]["name"]
+    assert pool["spec"]["endpointPickerRef"]["port"]["number"] == picker["spec"]["ports"][0]["port"] == 9002
+    labels = pool["spec"]["selector"]["matchLabels"].items()
+    workloads = of_kind("several", "StatefulSet", "Deployment")
+    chosen = [one for one in workloads if labels <= one["spec"]["template"]["metadata"]["labels"].items()]
+    assert {one["metadata"]["name"] for one in chosen} == {"chat-router", "chat-follower"}
+    for one in chosen:
+        ports = one["spec"]["template"]["spec"]["containers"][0]["ports"]
+        assert {"name": "http", "containerPort": pool["spec"]["targetPorts"][0]["number"]} in ports
+    (serving,) = [container for _, container in containers("several") if container["args"][0] == "serve"]
+    assert flag(serving, "--endpoint-picker") == "0.0.0.0:9002" and flag(serving, "--routers") == "2"
+
+
+def test_a_fleet_has_engines_and_no_members() -> None:
+    ((_, serving),) = containers("fleet")
+    engines = [word.partition("=")[2] for word in serving["args"] if word.startswith("--engine=")]
+    assert engines == FLEET["engines"]["servers"]
+    assert flag(serving, "--endpoint-picker") == "[::]:9009"
+    given = {word.partition("=")[0] for word in serving["args"]}
+    assert not given & {"--model", "--prefill", "--cluster-port", "--metadata"}, "a fleet refuses them"
+    with pytest.raises(Exception, match="have no models, followers and stores"):
+        pods.rendered({**FLEET, "store": {"replicas": 1}})
+    with pytest.raises(Exception, match="is no name"):
+        pods.rendered({"models": [{"name": "Big", "source": "x"}]})
 
 
 def test_a_standby_router_needs_etcd() -> None:

@@ -80,6 +80,7 @@ class ScalingOptions:
         return count
 
 
+_CLUSTER = re.compile(r"[A-Za-z0-9._-]{0,60}")
 _RANGE = re.compile(r"(prefill|decode|colocated)=(\d{1,3})\.\.(\d{1,3})")
 
 
@@ -96,12 +97,17 @@ class PlacementOptions:
     """With --on ray: ROLE=NAME:AMOUNT,...: what Ray reserves for each process of a role, for example
     decode=CPU:4,GPU:1; where it is not named, CPU:1. An instance computes on GPUs that are reserved for it, one for
     each of its workers; --device cuda reserves them. Repeatable, one role each."""
+    cluster: str = option("", "--ray-cluster")
+    """With --on ray: the name of this cluster, where several run on one Ray: `memserve scale --ray-cluster NAME`."""
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     """How many instances there are."""
 
     def __post_init__(self) -> None:
-        if self.on is Place.LOCAL and (self.address is not None or self.resources):
-            raise UserError("--address and --ray-resources are Ray's", hint="add --on ray", param="on")
+        if self.on is Place.LOCAL and (self.address is not None or self.resources or self.cluster):
+            raise UserError("--address, --ray-resources and --ray-cluster are Ray's", hint="add --on ray", param="on")
+        if not _CLUSTER.fullmatch(self.cluster):
+            hint = "letters, digits, dots and dashes, 60 at most"
+            raise UserError(f"{self.cluster[:100]!r} is no name of a cluster", hint=hint, param="ray_cluster")
         if self.on is Place.RAY and self.scaling.told_in:
             raise UserError("Ray carries out the decisions of --scale", hint="leave out --scale-file", param="on")
         self.by_role()

@@ -117,13 +117,18 @@ async def answer_of(call: HttpCall, events: EventForm | None, silence_s: float) 
     body = await call.read_body(ANSWER_BYTES_MAX, silence_s)
     if call.status == 200:
         _check_object(body, kind)
-    elif not 400 <= call.status < 500 or call.status in _ELSEWHERE:
+    elif is_failure(call.status):
         busy = call.status in (429, 503)
         status = call.status if busy or call.status == 404 else 502
         excerpt = echo(body.decode("utf-8", "replace"), 120)
         wait_s = _seconds(call.header(b"retry-after")) if busy else None
         raise HttpFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
     return EngineAnswer(call.status, headers, body)
+
+
+def is_failure(status: int) -> bool:
+    """Whether another engine may answer better than with this status, which is not 200."""
+    return not 400 <= status < 500 or status in _ELSEWHERE
 
 
 def _seconds(text: str) -> float:

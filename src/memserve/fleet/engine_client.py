@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import re
+import ssl
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ _METRICS = {
     EngineKind.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", ("sglang:token_usage",)),
     EngineKind.LLAMACPP: ("llamacpp:requests_processing", "llamacpp:requests_deferred",
                           ("llamacpp:kv_cache_usage_ratio",)),
+    EngineKind.MEMSERVE: ("memserve_instance_sequences_running", "memserve_instance_requests_waiting", ()),
 }  # fmt: skip
 """Running, waiting, and the share of KV memory in use, by newer and older names."""
 
@@ -49,6 +51,8 @@ class EngineClient:
         """``key``: the engines' own API key, empty or None: they have none. ``post`` takes what they publish."""
         self._key, self._post = key, post
         self._context: zmq.asyncio.Context | None = None
+        #: for engines at ``https``; None: their certificates are checked
+        self.tls: ssl.SSLContext | None = None
 
     def close(self) -> None:
         """Close all sockets. The tasks that read them have been cancelled."""
@@ -94,7 +98,7 @@ class EngineClient:
         headers = [(b"accept", b"*/*"), (b"content-type", b"application/json")]
         if (key := self._key.value()) is not None:
             headers.append((b"authorization", b"Bearer %b" % key.encode()))
-        call = HttpCall(spec.url)
+        call = HttpCall(spec.url, self.tls)
         try:
             async with asyncio.timeout(deadline_s):
                 await call.send_request(method, spec.base_path + path, headers, body, deadline_s)

@@ -108,10 +108,10 @@ class FleetHost:
         identity_key: bytes = DEFAULT_KEY,
         engine_key: str | Followed[str] | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
-        listed: Followed[tuple[EngineSpec, ...]] | None = None,
+        listed: Callable[[], Sequence[EngineSpec]] | None = None,
     ) -> None:
-        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`. ``listed``: the engines of
-        the owner, whose joins and leaves are followed; None: this router is the owner, or the only one."""
+        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`. ``listed``: the engines
+        that there are to be, for what follows them; None: they join and leave here."""
         self.specs = {spec.name: spec for spec in specs}
         self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.of_constant(engine_key)
         self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
@@ -146,11 +146,11 @@ class FleetHost:
         if self._listed is not None:
             self._list_tasks.append(asyncio.create_task(self._follow_list(self._listed)))
 
-    async def _follow_list(self, listed: Followed[tuple[EngineSpec, ...]]) -> None:
-        """Let engines join and leave as the owner's do."""
+    async def _follow_list(self, listed: Callable[[], Sequence[EngineSpec]]) -> None:
+        """Let engines join and leave as they do elsewhere."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            specs = {spec.name: spec for spec in listed.value()}
+            specs = {spec.name: spec for spec in listed()}
             for name in [name for name, spec in self.specs.items() if specs.get(name) != spec]:
                 if name not in self._leaving:
                     self.leave_engine(name)

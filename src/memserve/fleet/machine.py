@@ -31,6 +31,7 @@ from memserve.fleet.kv_formats import Hash
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
     AnswerBegan,
+    AnsweredElsewhere,
     AnswerEnded,
     AttemptFailed,
     EngineAnswered,
@@ -73,8 +74,7 @@ class _Entry:
     """A request that has not ended."""
 
     state: RequestState
-    model: str
-    space: PromptSpace
+    arrival: PromptArrived
     engine: FleetEngine | None = None
     charge: Charge | None = None
     failures: dict[str, AttemptFailed] = field(default_factory=dict)
@@ -88,6 +88,30 @@ class _Entry:
     partner: FleetEngine | None = None
     """Computes the prompt for ``engine``, which waits for it; ``None``: none does, or it has."""
     partner_charge: Charge | None = None
+    identities: dict[int, bytes] = field(default_factory=dict)
+    """Of its prompt's blocks, by engine; only while it is placed."""
+
+    @property
+    def space(self) -> PromptSpace:
+        """What its prompt's numbers are."""
+        return self.arrival.space
+
+    def may_have(self, engine: FleetEngine) -> bool:
+        """Whether ``engine`` has its model, and was neither ruled out nor tried."""
+        arrival = self.arrival
+        has_model = arrival.model in engine.report.models or not arrival.model
+        is_allowed = arrival.engines is None or engine.name in arrival.engines
+        is_allowed = is_allowed and (engine.spec.may_be_handed_out or not arrival.is_handed_out)
+        return has_model and is_allowed and engine.name not in self.failures
+
+    def reason_against(self, engine: FleetEngine) -> str:
+        """Why ``engine`` cannot have it by itself; empty: nothing that is known."""
+        if not engine.is_open:
+            return engine.reason or "it leaves"
+        if engine.spec.computes_in_pairs:
+            return "it answers in a pair alone"
+        is_below = self.arrival.is_handed_out and not engine.spec.may_be_handed_out
+        return f"gateways do not reach it below {engine.spec.base_path}" if is_below else ""
 
 
 class Fleet:
@@ -123,6 +147,7 @@ class Fleet:
             AnswerBegan: lambda event, now_ns: self._on_answer_began(event.request_id, now_ns),
             AnswerEnded: self._on_answer_ended,
             AttemptFailed: self._on_attempt_failed,
+            AnsweredElsewhere: self._on_answered_elsewhere,
             EngineAnswered: engines.on_engine_answered,
             EngineMissed: engines.on_engine_missed,
             KvReceived: engines.on_kv_received,
@@ -147,7 +172,7 @@ class Fleet:
         request = with_operator_settings(event.request, self.config.admission)
         check(request.request_id not in self._entries, "{} is known", request.request_id)
         state = RequestState(request, now_ns)
-        entry = self._entries[request.request_id] = _Entry(state, event.model, event.space, may_split=event.may_split)
+        entry = self._entries[request.request_id] = _Entry(state, event, may_split=event.may_split)
         if not self._open_for(entry):
             self._fail_request(entry, now_ns)
             return
@@ -185,25 +210,14 @@ class Fleet:
 
     def _open_for(self, entry: _Entry) -> list[FleetEngine]:
         """Engines that may be tried."""
-        return [
-            engine
-            for engine in self._engines
-            if engine.is_open and entry.model in engine.report.models and engine.name not in entry.failures
-        ]
+        return [engine for engine in self._engines if engine.is_open and entry.may_have(engine)]
 
     def _place_request(self, entry: _Entry, now_ns: int) -> None:
         engines = self._open_for(entry) if len(entry.failures) < self.config.attempts_max else []
         if not engines:
             self._fail_request(entry, now_ns)
             return
-        identities = {engine.number: self._prompt_identities(entry, engine) for engine in engines}
-        matches = {packed: self._trees.match_prompt(packed, len(self._loads)) for packed in set(identities.values())}
-        candidates = {
-            engine.name: self._candidate_of(
-                entry, engine, int(matches[identities[engine.number]].blocks[engine.number])
-            )
-            for engine in engines
-        }
+        candidates = self._candidates_of(entry, engines)
         request = entry.state.request
         ask = Ask(max(1, len(request.prompt)), request.stop.max_tokens, request.n)
         cached = max(candidate.matched_tokens for candidate in candidates.values())
@@ -216,21 +230,41 @@ class Fleet:
         target = next(engine for engine in team.engines if engine.number == route.first.number)
         is_only = len(team.engines) == len(engines)
         entry.is_computing = not team.answering and target.spec.role is Role.PREFILL and not is_only
+        fallbacks = self._rank_fallbacks(entry, ask, [candidates[e.name] for e in team.engines if e is not target])
         self._charge_attempt(entry, target, route.first, now_ns)
         if team.answering:
             self._add_answering(entry, [candidates[engine.name] for engine in team.answering], team.answering, ask)
-        self._actions.append(self._attempt_action(entry, route))
-        by_events = entry.space is PromptSpace.TOKENS
-        self._trees.expect_blocks(target.number, identities[target.number], now_ns, by_events=by_events)
+        self._actions.append(self._attempt_action(entry, route, fallbacks))
 
-    def _attempt_action(self, entry: _Entry, route: Route) -> Prefill | ForwardRequest:
+    def _candidates_of(self, entry: _Entry, engines: list[FleetEngine]) -> dict[str, Candidate]:
+        """``engines`` by name, as the policies see them."""
+        entry.identities = identities = {engine.number: self._prompt_identities(entry, engine) for engine in engines}
+        matches = {packed: self._trees.match_prompt(packed, len(self._loads)) for packed in set(identities.values())}
+        return {
+            engine.name: self._candidate_of(
+                entry, engine, int(matches[identities[engine.number]].blocks[engine.number])
+            )
+            for engine in engines
+        }
+
+    def _rank_fallbacks(self, entry: _Entry, ask: Ask, candidates: list[Candidate]) -> tuple[str, ...]:
+        """The engines that would be tried after the first one, in order, where a gateway tries them by itself."""
+        names: list[str] = []
+        most = self.config.attempts_max - 1 if entry.arrival.is_handed_out and not entry.is_computing else 0
+        while candidates and len(names) < most:
+            best = self._decide(ask, candidates, ()).first
+            names.append(best.name)
+            candidates = [candidate for candidate in candidates if candidate.number != best.number]
+        return tuple(names)
+
+    def _attempt_action(self, entry: _Entry, route: Route, fallbacks: tuple[str, ...]) -> Prefill | ForwardRequest:
         request = entry.state.request
         engine = "" if entry.engine is None else entry.engine.name
         if entry.is_computing:
             return Prefill(request.request_id, engine, route.reason)
         prompt_facts = entry.space, len(request.prompt), route.first.matched_tokens
         computed_by = "" if entry.partner is None else entry.partner.name
-        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts, computed_by)
+        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts, computed_by, fallbacks)
 
     def _add_answering(
         self, entry: _Entry, candidates: list[Candidate], engines: Sequence[FleetEngine], ask: Ask
@@ -248,7 +282,8 @@ class Fleet:
 
     def _prompt_identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
-        fingerprint = fingerprint_of(engine.report.models[entry.model], entry.space, block_tokens)
+        weights = engine.report.models.get(entry.arrival.model, engine.base_model)
+        fingerprint = fingerprint_of(weights, entry.space, block_tokens)
         return self._trees.prompt_identities(request.salt, fingerprint, request.prompt, block_tokens)
 
     def _candidate_of(self, entry: _Entry, engine: FleetEngine, blocks: int) -> Candidate:
@@ -278,6 +313,9 @@ class Fleet:
         )
         if engine.listener is not None:
             engine.listener.on_prompt_sent(now_ns)
+        by_events = entry.space is PromptSpace.TOKENS
+        self._trees.expect_blocks(engine.number, entry.identities[engine.number], now_ns, by_events=by_events)
+        entry.identities = {}  # of a long prompt they take a lot of room
 
     def _on_prompt_computed(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
@@ -325,6 +363,15 @@ class Fleet:
         self._detach_engine(entry)
         self._place_request(entry, now_ns)
 
+    def _on_answered_elsewhere(self, event: AnsweredElsewhere, now_ns: int) -> None:
+        entry = self._entries.get(event.request_id)
+        engine = next((engine for engine in self._engines if engine.name == event.engine), None)
+        if entry is None or entry.engine is None or entry.is_computing or engine in (None, entry.engine):
+            return
+        entry.engine.view = replace(entry.engine.view, failed=entry.engine.view.failed + 1)
+        self._detach_engine(entry)
+        self._charge_attempt(entry, engine, self._candidates_of(entry, [engine])[engine.name], now_ns)
+
     def _fail_request(self, entry: _Entry, now_ns: int) -> None:
         failures = entry.failures
         if failures:
@@ -334,9 +381,9 @@ class Fleet:
             waits = [attempt.retry_after_s for attempt in failures.values() if attempt.retry_after_s is not None]
             action = GiveUp(entry.state.request_id, last.status, reason, min(waits, default=None))
         else:
-            reasons = "; ".join(f"{e.name}: {e.reason or 'it answers in a pair alone'}" for e in self._engines
-                                if not e.is_open or e.spec.computes_in_pairs)  # fmt: skip
-            reason = f"No engine with this model takes requests now: {reasons}"
+            reasons = {engine.name: entry.reason_against(engine) for engine in self._engines}
+            causes = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
+            reason = f"No engine with this model takes requests now: {causes}"
             action = GiveUp(entry.state.request_id, 503, reason, RETRY_AFTER_S)
         self._actions.append(action)
         self._remove_entry(entry, now_ns)

@@ -27,6 +27,7 @@ class EngineKind(StrEnum):
     SGLANG = "sglang"
     LLAMACPP = "llamacpp"
     OPENAI = "openai"  # any server of OpenAI's interface, of which nothing else is known
+    MEMSERVE = "memserve"  # a router with instances of its own
 
     @property
     def has_roles(self) -> bool:
@@ -77,6 +78,11 @@ class EngineSpec:
         return self.kind is EngineKind.SGLANG and self.role is not Role.COLOCATED
 
     @property
+    def may_be_handed_out(self) -> bool:
+        """Whether a gateway may send it requests: it answers alone, at the paths that clients name."""
+        return not self.computes_in_pairs and not self.base_path
+
+    @property
     def text(self) -> str:
         """As ``--engine`` has it: :func:`read_engine` gives this engine again."""
         settings = {"events": self.events, "replay": self.replay}
@@ -89,7 +95,8 @@ class EngineSpec:
 
 def read_engine(text: str) -> EngineSpec:
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,format=NAME][,role=prefill]``, or
-    ``sglang=`` with ``,bootstrap=PORT`` beside ``role=prefill``, or ``llamacpp=`` or ``openai=http://HOST:PORT[/BASE]``.
+    ``sglang=`` with ``,bootstrap=PORT`` beside ``role=prefill``, or ``llamacpp=``, ``openai=`` or
+    ``memserve=http://HOST:PORT[/BASE]``.
 
     Raises :class:`UserError` for anything else.
     """
@@ -102,6 +109,9 @@ def read_engine(text: str) -> EngineSpec:
     # clients of OpenAI write /v1 as a part of the base, and it is a part of each path here
     url = match[1] + (match[2] or "").removesuffix("/v1")
     settings = dict(part.partition("=")[::2] for part in more)
+    if kind is EngineKind.MEMSERVE and settings:
+        hint = "leave them out: requests that begin alike go to one router, and it knows its instances"
+        raise UserError("routers of memserve publish no KV events, and are no members", hint=hint, param="engine")
     parts = {"model"} if kind is not EngineKind.OPENAI else set[str]()  # which does not speak in tokens
     parts |= {"events", "replay", "format", "role", "bootstrap"} if kind.has_roles else set()
     if len(settings) < len(more) or settings.keys() - parts:
@@ -148,8 +158,9 @@ class FleetOptions:
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
     server, alone or beside the instances of --model. Repeatable. With ``,role=prefill`` and ``,role=decode`` one server
     computes prompts and another one answers. With ``,format=NAME`` a plug-in reads its events (`memserve doctor` lists
-    them). ``llamacpp=http://HOST:PORT``: llama.cpp's server; ``openai=http://HOST:PORT[/BASE]``: any of OpenAI's
-    interface. With ``,model=NAME`` it is a member beside the instances of that model."""
+    them). ``llamacpp=http://HOST:PORT``: llama.cpp's server; ``memserve=``: another router;
+    ``openai=http://HOST:PORT[/BASE]``: any of OpenAI's interface. With ``,model=NAME`` it is a member beside the
+    instances of that model."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
@@ -258,9 +269,14 @@ class PromptArrived:
 
     request: Request
     model: str
+    """Empty: any engine will do."""
     space: PromptSpace
     may_split: bool = True
     """One engine may compute its prompt, and another one answer."""
+    engines: frozenset[str] | None = None
+    """Those that may have it; ``None``: all."""
+    is_handed_out: bool = False
+    """It is sent by something else, a gateway, which goes on to other engines by itself: it is told them in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +318,14 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class AnsweredElsewhere:
+    """The gateway has gone on: this engine answers the request, and the one that was chosen gave no answer."""
+
+    request_id: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
 class KvReceived:
     """A batch of KV events, as it came."""
 
@@ -325,7 +349,7 @@ class TimePassed:
 
 FleetEvent = (
     EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | PromptComputed | AnswerBegan
-    | AnswerEnded | AttemptFailed | KvReceived | ReplayEnded | TimePassed
+    | AnswerEnded | AnsweredElsewhere | AttemptFailed | KvReceived | ReplayEnded | TimePassed
 )  # fmt: skip
 
 
@@ -345,6 +369,8 @@ class ForwardRequest:
     """Of the prompt, what this engine is believed to have cached; of a pair, the one that computes it."""
     computed_by: str = ""
     """Send it to this engine at the same time: it computes the prompt. Empty: the one that answers does."""
+    fallbacks: tuple[str, ...] = ()
+    """Of a request that is handed out: the engines that come next where this one gives no answer, in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,28 +23,24 @@ import asyncio
 import contextlib
 import json
 import re
-import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
-import numpy as np
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, Headers, HttpCall, HttpFault
-from memserve.api.http.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
+from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
+from memserve.api.http.errors import ApiError, bad_request, echo, rejected, shutting_down
 from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, header, json_body, wait_for_disconnect
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.endpoints import EXPLAIN_HEADER, wants_explanation
 from memserve.api.openai.response.idempotency import EVENT_HEADER, KEY_HEADER
 from memserve.api.ui.timelines import FORWARDED_KEY
-from memserve.base.types import VOCAB_MAX, Request, StopParams, TokenArray
-from memserve.base.units import MIB
 from memserve.fleet.answers import ANSWER_BYTES_MAX, EngineAnswer, EventForm, ResponseEvents
 from memserve.fleet.engine_client import LOOK_S
 from memserve.fleet.host import FleetHost, Ticket
@@ -54,11 +50,11 @@ from memserve.fleet.messages import (
     ForwardRequest,
     GiveUp,
     Prefill,
-    PromptArrived,
     PromptComputed,
     PromptSpace,
 )
 from memserve.fleet.pairs import CallRequest, PartnerFault, paired_body, paired_headers
+from memserve.fleet.prompts import RESPONSES, PromptReader, RequestFields, read_field, read_fields
 from memserve.host.engine import rejection_of
 
 _ASKS = {
@@ -70,17 +66,7 @@ _OF_ANSWERS = (
     "response_format", "structured_outputs",
 )  # fmt: skip
 """Fields that say how to answer: one token needs none of them, and some of them forbid it."""
-_WHOLE = ("kv_transfer_params", "echo", "prompt_logprobs", "use_beam_search")
-"""With these a request is not split: its client does so itself, or the engine that answers reads no KV of others."""
-_NOTHING = (b"null", b"false")
 _encode = msgspec.json.encode
-
-
-def may_split(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Whether one engine may compute the prompt and another one answer: it is one prompt, and nothing forbids it."""
-    prompt = bytes(fields.get("prompt", b"")).lstrip()
-    is_list = prompt.startswith(b"[") and prompt[1:].lstrip()[:1] in (b"[", b'"')
-    return not is_list and all(bytes(fields.get(name, b"null")) in _NOTHING for name in _WHOLE)
 
 
 def prefill_body(body: bytes) -> bytes:
@@ -133,46 +119,13 @@ def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]
     return entry | {"story": [{"fact": fact, "value": value} for fact, value in facts.items()]}
 
 
-_RESPONSES = "/v1/responses"
-_STORED = re.compile(rf"{_RESPONSES}/[A-Za-z0-9_-]{{1,256}}(/cancel|/input_items)?")
+_STORED = re.compile(rf"{RESPONSES}/[A-Za-z0-9_-]{{1,256}}(/cancel|/input_items)?")
 """What is asked of engines by an id: nothing else that a client invents becomes a part of their addresses."""
-RELAYED_PATHS = ("/v1/completions", "/v1/chat/completions", _RESPONSES)
-TOKENIZE_S = 1.0
-"""How long an engine has to tokenize a prompt; without its tokens the prompt's text is compared."""
-TEXT_BYTES_MAX = 4 * MIB
-OUTPUT_TOKENS_USUAL = 256
+RELAYED_PATHS = ("/v1/completions", "/v1/chat/completions", RESPONSES)
+NOT_BY_KEY = "those of engines are not kept by key"
+"""Of stored responses: why a tenant has none."""
 _NOT_ENGINES = frozenset((b"authorization", b"x-request-id", b"cookie"))
 """Of a client, and not for engines of others."""
-_FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
-               "continue_final_message", "chat_template", "reasoning_effort")  # fmt: skip
-_FOR_TEMPLATE = ("reasoning_effort", "documents")
-_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-RequestFields = dict[str, msgspec.Raw]
-
-
-def read_fields(body: bytes) -> RequestFields:
-    """The fields of a request. Raises :class:`ApiError` 400 for anything but a JSON object."""
-    try:
-        return msgspec.json.decode(body, type=RequestFields)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(f"The request body is not a JSON object: {error}") from None
-
-
-def _read_field(fields: RequestFields, name: str, kind: type[Any]) -> Any | None:
-    """A field, if it is there and of that kind; what is wrong with it the engine says better."""
-    try:
-        return msgspec.json.decode(fields[name], type=kind)
-    except (KeyError, msgspec.DecodeError, RecursionError):
-        return None
-
-
-def text_numbers(fields: RequestFields) -> TokenArray:
-    """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
-    prompt = next((fields[name] for name in ("messages", "prompt", "input") if name in fields), b"")
-    before = bytes(fields.get("tools", b"")) + bytes(fields.get("instructions", b""))
-    text = (before + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
-    numbers = np.frombuffer(text[: len(text) // 4 * 4], np.int32) & np.int32(VOCAB_MAX - 1)
-    return numbers if len(numbers) else np.zeros(1, np.int32)
 
 
 class Relay:
@@ -183,6 +136,7 @@ class Relay:
         are the router's, and no engine's."""
         self._host, self._edge, self._metrics = host, edge, metrics
         self._silence_s, self._has_keys = silence_s, has_keys
+        self._prompts = PromptReader(host)
         self.draining = False
 
     @property
@@ -201,13 +155,15 @@ class Relay:
         async with contextlib.AsyncExitStack() as stack:
             body = await stack.enter_async_context(json_body(scope, receive, self._edge))
             fields = read_fields(body)
-            if scope["path"] == _RESPONSES:
-                refuse_stored(scope, fields)
-            ticket = self._host.submit_prompt(await self._read_prompt(scope, fields))
+            if scope["path"] == RESPONSES:
+                refuse_stored(fields, scope[TENANT_KEY])
+            prompt = await self._prompts.read_prompt(scope["path"], fields, scope[TENANT_KEY])
+            ticket = self._host.submit_prompt(prompt)
+            del prompt
             watcher = asyncio.create_task(_end_on_disconnect(ticket, receive))
             is_cut = False
             try:
-                is_stream = _read_field(fields, "stream", bool) or False
+                is_stream = read_field(fields, "stream", bool) or False
                 answer = await self._first_answer(ticket, scope, body, events_of(scope) if is_stream else None)
                 self._host.post_event(AnswerBegan(ticket.request_id))
                 del body, fields
@@ -218,112 +174,21 @@ class Relay:
                 ticket.close_calls()
                 self._host.finish_request(ticket, is_cut=is_cut)
 
-    # -- what is asked
-
-    async def _read_prompt(self, scope: Scope, fields: RequestFields) -> PromptArrived:
-        model, is_response = self._requested_model(fields), scope["path"] == _RESPONSES
-        if is_response:  # no engine tokenizes them: it builds their prompts itself
-            space, tokens = PromptSpace.TEXT, text_numbers(fields)
-        else:
-            space, tokens = await self._prompt_numbers(fields, model)
-        most = next((limit for name in _LIMITS if (limit := _read_field(fields, name, int))), None)
-        salt = _read_field(fields, "cache_salt", str)
-        request = Request(
-            uuid.uuid4().hex,
-            tokens,
-            stop=StopParams(max(1, most or OUTPUT_TOKENS_USUAL)),
-            n=min(128, max(1, _read_field(fields, "n", int) or 1)),
-            tenant=scope[TENANT_KEY],
-            salt=blake2b(salt.encode(), digest_size=16).hexdigest() if salt else "",
-        )
-        return PromptArrived(request, model, space, may_split(fields) and not is_response)
-
-    def _requested_model(self, fields: RequestFields) -> str:
-        models = self._host.engines_by_model()
-        if not models:
-            raise no_engine()
-        name: str | None = _read_field(fields, "model", str)
-        if name is None and len(models) == 1:
-            return str(next(iter(models)))
-        if name is None:
-            raise bad_request(f"Name one of the models: {echo(', '.join(models))}", "model")
-        if name not in models:
-            raise model_not_found(name, ", ".join(models))
-        return name
-
-    async def _prompt_numbers(self, fields: RequestFields, model: str) -> tuple[PromptSpace, TokenArray]:
-        token_ids = _read_field(fields, "prompt", list[int]) or next(
-            iter(_read_field(fields, "prompt", list[list[int]]) or ()), None
-        )
-        if token_ids and all(0 <= token < VOCAB_MAX for token in token_ids):
-            return PromptSpace.TOKENS, np.array(token_ids, np.int32)
-        engine = self._host.machine.tokenizing_engine(model)
-        if engine is not None:
-            tokens = await self._tokenize_prompt(engine, fields, model)
-            if tokens is not None:
-                return PromptSpace.TOKENS, tokens
-        return PromptSpace.TEXT, text_numbers(fields)
-
-    async def _tokenize_prompt(self, engine: str, request_fields: RequestFields, model: str) -> TokenArray | None:
-        fields: dict[str, Any] = {name: request_fields[name] for name in _FOR_TOKENS if name in request_fields}
-        template = _read_field(request_fields, "chat_template_kwargs", RequestFields) or {}
-        template |= {name: request_fields[name] for name in _FOR_TEMPLATE if name in request_fields}
-        fields |= {"chat_template_kwargs": template} if template else {}
-        several = _read_field(request_fields, "prompt", list[str])
-        if several:
-            fields["prompt"] = several[0]
-        with contextlib.suppress(HttpFault, msgspec.DecodeError, ValueError):
-            body = _encode({"model": model, **fields})
-            status, page = await self._host.client.fetch_page(
-                self._host.specs[engine], "POST", "/tokenize", body, TOKENIZE_S
-            )
-            tokens = msgspec.json.decode(page, type=_Tokens).tokens if status == 200 else []
-            if tokens and all(0 <= token < VOCAB_MAX for token in tokens):
-                return np.array(tokens, np.int32)
-        return None
-
-    # -- answering
-
     async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, events: EventForm | None) -> EngineAnswer:
         """The first answer that an engine gives. ``events``: of the stream that is asked for. Raises :class:`ApiError`
         when none does."""
-        headers, failures = self._forwarded_headers(scope), dict[str, str]()
+        request = CallRequest(scope["path"], self._forwarded_headers(scope), body, self._silence_s)
+        attempts = Attempts(self._host, ticket, request, self._metrics)
         while True:
-            decision = await ticket.next_decision()
-            if isinstance(decision, GiveUp):
-                raise give_up_error(decision, scope["path"])
-            if not isinstance(decision, ForwardRequest | Prefill):
-                self._metrics.rejected.value += 1
-                raise rejected(rejection_of(decision))
-            scope[FORWARDED_KEY] = partial(timeline_entry, decision, failures)
-            try:
-                if isinstance(decision, ForwardRequest):
-                    answer = await self._ask_engines(ticket, decision, scope["path"], headers, body, events)
-                    answer.headers += [explanation(decision, failures)] if wants_explanation(scope) else []
-                    return answer
-                request = CallRequest(scope["path"], headers, prefill_body(body), self._silence_s)
-                answer = await request.ask_engine(ticket, self._host.specs[decision.engine], None)
-                ticket.close_calls()
-                if answer.status == 200:
-                    body = answering_body(body, answer.first)
-                self._host.post_event(PromptComputed(ticket.request_id))
-            except HttpFault as fault:
-                ticket.close_calls()
-                self._host.post_event(_failure_of(ticket, decision, fault, failures))
-
-    async def _ask_engines(
-        self, ticket: Ticket, decision: ForwardRequest, path: str, headers: Headers, body: bytes,
-        events: EventForm | None,
-    ) -> EngineAnswer:  # fmt: skip
-        """The engine's answer; of a pair, both are asked. Raises :class:`HttpFault`, and :class:`PartnerFault` where
-        the prompt was not computed."""
-        engine = self._host.specs[decision.engine]
-        if not decision.computed_by:
-            return await CallRequest(path, headers, body, self._silence_s).ask_engine(ticket, engine, events)
-        partner = self._host.specs[decision.computed_by]
-        request = CallRequest(path, paired_headers(headers), paired_body(body, partner), self._silence_s)
-        on_computed = partial(self._host.post_event, PromptComputed(ticket.request_id))
-        return await request.ask_pair(ticket, engine, partner, events, on_computed)
+            decision = await attempts.next_decision()
+            scope[FORWARDED_KEY] = partial(timeline_entry, decision, attempts.failures)
+            if isinstance(decision, Prefill):
+                await attempts.compute_prompt(decision)
+                continue
+            answer = await attempts.send_request(decision, events)
+            if answer is not None:
+                answer.headers += [explanation(decision, attempts.failures)] if wants_explanation(scope) else []
+                return answer
 
     async def find_response(self, request: HttpRequest) -> Response:
         """``/v1/responses/{id}``, and what lies below it: as the first engine answers that knows it."""
@@ -331,7 +196,7 @@ class Relay:
         if not _STORED.fullmatch(path):
             raise response_not_found(path, "that is no id of a response")
         if scope[TENANT_KEY]:
-            raise response_not_found(path, "those of engines are not kept by key")
+            raise response_not_found(path, NOT_BY_KEY)
         query = scope.get("query_string", b"").decode("latin-1")
         target = f"{path}{'?' if query else ''}{query}"
         headers, reasons = self._forwarded_headers(scope), list[str]()
@@ -368,28 +233,73 @@ class Relay:
         return headers
 
 
-class _Tokens(msgspec.Struct):
-    tokens: list[int]
+class Attempts:
+    """What the machine decides for one request, and the engines that it is sent to."""
 
+    def __init__(self, host: FleetHost, ticket: Ticket, request: CallRequest, metrics: ApiMetrics) -> None:
+        self._host, self._ticket, self._metrics = host, ticket, metrics
+        #: what the engine that answers is sent; its body changes when another one has computed the prompt
+        self.request = request
+        #: why each engine that was tried gave no answer
+        self.failures: dict[str, str] = {}
 
-def _failure_of(
-    ticket: Ticket, decision: ForwardRequest | Prefill, fault: HttpFault, failures: dict[str, str]
-) -> AttemptFailed:
-    """What the machine is told of an attempt that failed, noted in ``failures`` by engine. Raises why the request
-    needs no answer any more, if it does not."""
-    if ticket.end_error is not None:
-        raise ticket.end_error from None
-    engine, is_of_partner = decision.engine, isinstance(fault, PartnerFault)
-    if is_of_partner and isinstance(decision, ForwardRequest):
-        engine = decision.computed_by
-    failures[engine] = fault.reason
-    of_call = fault.reason, fault.status, fault.retry_after_s, fault.refuses
-    return AttemptFailed(ticket.request_id, *of_call, is_of_partner)
+    async def next_decision(self) -> ForwardRequest | Prefill:
+        """Which engine does what next. Raises :class:`ApiError` where none does."""
+        decision = await self._ticket.next_decision()
+        if isinstance(decision, GiveUp):
+            raise give_up_error(decision, self.request.path)
+        if not isinstance(decision, ForwardRequest | Prefill):
+            self._metrics.rejected.value += 1
+            raise rejected(rejection_of(decision))
+        return decision
+
+    async def compute_prompt(self, decision: Prefill) -> None:
+        """Have the engine compute the prompt for the one that answers: the machine decides anew, whether it was
+        computed or not."""
+        body, engine = self.request.body, self._host.specs[decision.engine]
+        request = replace(self.request, body=prefill_body(body))
+        try:
+            answer = await request.ask_engine(self._ticket, engine, None)
+            self._ticket.close_calls()
+            if answer.status == 200:
+                self.request = replace(self.request, body=answering_body(body, answer.first))
+            self._host.post_event(PromptComputed(self._ticket.request_id))
+        except HttpFault as fault:
+            self._report_failure(decision, fault)
+
+    async def send_request(self, decision: ForwardRequest, events: EventForm | None) -> EngineAnswer | None:
+        """The engine's answer; of a pair, both are asked. ``events``: of the stream that is asked for. None: it gave
+        none, or the prompt was not computed, and the machine decides anew."""
+        engine, request = self._host.specs[decision.engine], self.request
+        try:
+            if not decision.computed_by:
+                return await request.ask_engine(self._ticket, engine, events)
+            partner = self._host.specs[decision.computed_by]
+            on_computed = partial(self._host.post_event, PromptComputed(self._ticket.request_id))
+            headers, body = paired_headers(request.headers), paired_body(request.body, partner)
+            request = replace(request, headers=headers, body=body)
+            return await request.ask_pair(self._ticket, engine, partner, events, on_computed)
+        except HttpFault as fault:
+            self._report_failure(decision, fault)
+            return None
+
+    def _report_failure(self, decision: ForwardRequest | Prefill, fault: HttpFault) -> None:
+        """Tell the machine of an attempt that failed. Raises why the request needs no answer any more, if it does
+        not."""
+        self._ticket.close_calls()
+        if self._ticket.end_error is not None:
+            raise self._ticket.end_error from None
+        engine, is_of_partner = decision.engine, isinstance(fault, PartnerFault)
+        if is_of_partner and isinstance(decision, ForwardRequest):
+            engine = decision.computed_by
+        self.failures[engine] = fault.reason
+        of_call = fault.reason, fault.status, fault.retry_after_s, fault.refuses
+        self._host.post_event(AttemptFailed(self._ticket.request_id, *of_call, is_of_partner))
 
 
 def events_of(scope: Scope) -> EventForm:
     """How the stream that is asked for ends."""
-    return ResponseEvents() if scope["path"] == _RESPONSES else EventForm()
+    return ResponseEvents() if scope["path"] == RESPONSES else EventForm()
 
 
 def refuse_keys(scope: Scope) -> None:
@@ -401,18 +311,18 @@ def refuse_keys(scope: Scope) -> None:
             raise bad_request(f"{title} is not for this model: {message}", name, "unsupported_parameter")
 
 
-def refuse_stored(scope: Scope, fields: RequestFields) -> None:
+def refuse_stored(fields: RequestFields, tenant: str) -> None:
     """Raise :class:`ApiError` 400 where a response of an engine is to go on that another key's client may have made:
     engines know no tenants."""
     for name in ("previous_response_id", "conversation"):
-        if scope[TENANT_KEY] and bytes(fields.get(name, b"null")) != b"null":
+        if tenant and bytes(fields.get(name, b"null")) != b"null":
             message = "what engines store is not kept by key: send the whole input"
             raise bad_request(f"{name} is not for this model: {message}", name, "unsupported_parameter")
 
 
 def response_not_found(path: str, why: str) -> ApiError:
     """404: no engine knows a stored response."""
-    name = path.removeprefix(f"{_RESPONSES}/").partition("/")[0]
+    name = path.removeprefix(f"{RESPONSES}/").partition("/")[0]
     message = f"No response {echo(name)!r} is stored: {why}"
     return ApiError(404, message, param="response_id", code="response_not_found")
 
@@ -427,17 +337,10 @@ async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:
     ticket.end_request(ClientGone())
 
 
-def no_engine() -> ApiError:
-    """503: no engine has answered yet."""
-    return ApiError(
-        503, "No engine has answered yet", kind="server_error", code="no_engine", headers={"retry-after": "5"}
-    )
-
-
 def give_up_error(action: GiveUp, path: str) -> ApiError:
     """The error of a request for ``path`` that no engine could answer."""
     headers = {} if action.retry_after_s is None else {"retry-after": str(max(1, round(action.retry_after_s)))}
-    unknown = "not_found" if path == _RESPONSES else "model_not_found"
+    unknown = "not_found" if path == RESPONSES else "model_not_found"
     code = {404: unknown, 429: "rate_limit_exceeded", 503: "no_engine"}.get(action.status, "engine_failed")
     kind = "rate_limit_error" if action.status == 429 else "server_error"
     return ApiError(action.status, action.reason, kind=kind, code=code, headers=headers)

@@ -23,11 +23,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from memserve.base.errors import UserError
+from memserve.base.errors import UserError, check
 from memserve.system.process import DIES_WITH, HealthState, module_command
 
 NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
@@ -43,10 +44,14 @@ END_S = 30.0
 """Beyond its patience, until a process that drains is ended."""
 _LOOK_S = 0.2
 _ANSWER_S = 5.0
-_GROUPS = "memserve-"
-"""How names of placement groups begin."""
 _CALLS = 8
 """Of a controller at once: one that scales takes its time."""
+_ROUTER_CALLS = 128
+"""The same, where each of several routers waits for the members."""
+SILENCE_S = 30.0
+"""Of all further routers, until their cluster ends."""
+RETURN_S = 10.0
+"""For the next router to come, when the last one has left."""
 ROUTER = "router"
 
 
@@ -135,6 +140,16 @@ class ProcessActor:
 
 
 @dataclass(frozen=True)
+class ClusterPlace:
+    """Where a further router joins."""
+
+    join: str
+    """``HOST:PORT``."""
+    secret: str = field(repr=False)
+    owner_url: str = ""
+
+
+@dataclass(frozen=True)
 class ClusterPlan:
     """What a controller starts."""
 
@@ -145,6 +160,10 @@ class ClusterPlan:
     counts: Mapping[str, int]
     resources: Mapping[str, Mapping[str, float]]
     """By role: what Ray reserves for each, ``CPU``, ``GPU`` or a resource of the nodes' own."""
+    name: str = ""
+    """Of the cluster, among those on this Ray."""
+    place: ClusterPlace | None = None
+    """For routers that come and go, and with the last of which the cluster ends. None: it ends when it is told to."""
 
 
 class Controller:
@@ -158,12 +177,50 @@ class Controller:
         self._actors: dict[str, dict[str, Any]] = {role: {} for role in plan.members}
         self._groups: dict[str, Any] = {}
         self._router: Any = None
+        self._starting, self._is_started = threading.Lock(), False
+        self._heard_s: dict[str, float] = {}
+        self._alone_since_s = time.monotonic()
+        if plan.place is not None:
+            threading.Thread(target=self._watch_routers, args=(plan.place,), daemon=True).start()
+
+    def open_place(self, router: str) -> ClusterPlace:
+        """Where the further router of this name joins; the first one has everything started. Raises
+        :class:`UserError` without room."""
+        check(self._plan.place is not None, "the cluster takes no further routers")
+        self.hear_router(router)
+        with self._starting:
+            if not self._is_started:
+                self.start()
+                self._is_started = True
+        assert self._plan.place is not None
+        return self._plan.place
+
+    def hear_router(self, router: str) -> None:
+        """A further router lives."""
+        self._heard_s[router] = time.monotonic()
+
+    def forget_router(self, router: str) -> None:
+        """A further router has ended; another one may come in its place."""
+        self._heard_s.pop(router, None)
+        self._alone_since_s = time.monotonic() - SILENCE_S + RETURN_S
+
+    def _watch_routers(self, place: ClusterPlace) -> None:
+        """End everything, and this actor, when no further router is heard any more."""
+        while not self._ends.wait(_LOOK_S):
+            if time.monotonic() - max(self._alone_since_s, *self._heard_s.values(), 0.0) > SILENCE_S:
+                break
+            if self._is_started and self._plan.router is not None and self._plan.router.scales:
+                with suppress(UserError):  # without room everything stays as it is
+                    self.follow()
+        with suppress(Exception):  # whatever state it is in
+            self.stop()
+        os._exit(0)
 
     def start(self) -> None:
         """Start the router, then all members; returns before they are ready. Raises :class:`UserError` without room."""
         import ray
 
-        _remove_left_groups()
+        _remove_left_groups(self._plan.name)
         if self._plan.router is not None:
             self._router = ray.remote(ProcessActor).options(
                 num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node()
@@ -254,7 +311,7 @@ class Controller:
         if count <= 0:
             return
         actors, needs = self._actors[role], dict(self._plan.resources[role])
-        label = f"{_GROUPS}{role}-{secrets.token_hex(4)}"
+        label = f"{_groups_of(self._plan.name)}{role}-{secrets.token_hex(4)}"
         group = placement_group([needs] * count, strategy="SPREAD", name=label)
         if not group.wait(PLACE_S):
             remove_placement_group(group)
@@ -290,14 +347,19 @@ class Controller:
                 remove_placement_group(group)
 
 
-def _remove_left_groups() -> None:
-    """What a controller before this one has reserved and left: Ray keeps it while the job lives that had made that
-    controller, and Ray Serve's lives on."""
+def _groups_of(cluster: str) -> str:
+    """How names of the placement groups of one cluster begin, and of no other one."""
+    return f"memserve/{cluster}/"
+
+
+def _remove_left_groups(cluster: str) -> None:
+    """What a controller of this name before this one has reserved and left: Ray keeps it while the job lives that had
+    made that controller, and Ray Serve's lives on."""
     import ray
     from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
     for group in placement_group_table().values():
-        if group["name"].startswith(_GROUPS) and group["state"] != "REMOVED":
+        if group["name"].startswith(_groups_of(cluster)) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
 
 
@@ -333,20 +395,46 @@ def on_this_node() -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
+def controller_name(cluster: str) -> str:
+    """Of the actor that starts, scales and ends a cluster."""
+    return f"{CONTROLLER}-{cluster}" if cluster else CONTROLLER
+
+
+def clusters_here() -> list[str]:
+    """The names of the clusters of memserve on this Ray."""
+    from ray.util import list_named_actors
+
+    entries = list_named_actors(all_namespaces=True)
+    names = [entry["name"] for entry in entries if entry["namespace"] == NAMESPACE]
+    return sorted(name.removeprefix(CONTROLLER).removeprefix("-") for name in names if name.startswith(CONTROLLER))
+
+
+def shared_controller(plan: ClusterPlan) -> Any:
+    """The controller of the plan's name, which is made where there is none: it outlives the process that has made it,
+    and ends with the last further router (:class:`ClusterPlace`)."""
+    import ray
+
+    return ray.remote(Controller).options(
+        name=controller_name(plan.name), namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(),
+        max_restarts=0, max_concurrency=_ROUTER_CALLS, lifetime="detached", get_if_exists=True,
+    ).remote(plan)  # fmt: skip
+
+
 def new_controller(plan: ClusterPlan, wait_s: float = FREE_S) -> Any:
     """A controller on this node. It belongs to this process, and ends with it, however that ends. Raises
-    :class:`UserError` when another is there and has not ended in ``wait_s``."""
+    :class:`UserError` when another of the plan's name is there and has not ended in ``wait_s``."""
     import ray
 
     deadline = time.monotonic() + wait_s
     while True:
         try:
             return ray.remote(Controller).options(
-                name=CONTROLLER, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(), max_restarts=0,
-                max_concurrency=_CALLS,
+                name=controller_name(plan.name), namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(),
+                max_restarts=0, max_concurrency=_CALLS,
             ).remote(plan)  # fmt: skip
         except ValueError:  # the name is taken
             if time.monotonic() > deadline:
-                hint = "there is one cluster at a time: change it with `memserve scale`, or end it first"
-                raise UserError("another cluster of memserve runs on this Ray", hint=hint) from None
+                which = f"a cluster of memserve called {plan.name}" if plan.name else "another cluster of memserve"
+                hint = "give this one a name of its own: --ray-cluster NAME; or change that one with `memserve scale`"
+                raise UserError(f"{which} runs on this Ray", hint=hint, param="ray_cluster") from None
             time.sleep(_LOOK_S)

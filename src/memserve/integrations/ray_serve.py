@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.deployment import PlacementOptions, StoreOptions
@@ -26,6 +28,7 @@ from memserve.cli.cluster.http import app_of
 from memserve.cli.cluster.members import READS, ClusterOptions, ServeArguments, running_cluster
 from memserve.cli.cluster.ray import free_port, members_plan, plain_errors
 from memserve.cli.main import command_line
+from memserve.integrations.ray_replicas import check_router, run_replica
 from memserve.model.loading.lora import read_adapters
 from memserve.system.secrets import as_followed
 from memserve.transport.network_devices import with_port
@@ -37,11 +40,12 @@ log = logging.getLogger(__name__)
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 NAME = "memserve"
+REPLICAS_MAX = 64
 _NAME_S = 60.0
 """How long the controller of a replica before this one may take to end."""
 _OWN = (
     "host", "port", "tls_cert", "tls_key", "on", "address", "routers", "cluster_host", "metadata", "scale_file",
-    "in_process", "engine", "engine_admin_key_file",
+    "in_process", "engine", "engine_admin_key_file", "endpoint_picker",
 )  # fmt: skip
 """Options that Ray Serve has of its own, that say where processes run, or that mean no cluster of memserve."""
 
@@ -53,20 +57,37 @@ def app(args: Mapping[str, Any]) -> Any:
     """
     from ray import serve
 
-    words = words_of(args)
+    count, words = replicas_of(args), words_of({name: value for name, value in args.items() if name != "replicas"})
     settings, _ = read_options(words)
 
     def build() -> ASGIApp:
-        return open_app(words)
+        return open_app(words, is_shared=count > 1)
 
     deployment = serve.deployment(
         name=NAME,
-        num_replicas=1,  # all requests of a cluster pass its one router
+        num_replicas=count,
         max_ongoing_requests=settings.http.limits.connections_max,
         graceful_shutdown_timeout_s=settings.http.server.drain_s,
         ray_actor_options={"num_cpus": 1},
     )
-    return deployment(serve.ingress(build)()).bind()
+    return deployment(serve.ingress(build)(Checked)).bind()
+
+
+class Checked:
+    """What Ray Serve asks of a replica beside the application."""
+
+    def check_health(self) -> None:
+        """Raises where the router has lost its cluster: Ray Serve starts another replica."""
+        check_router()
+
+
+def replicas_of(args: Mapping[str, Any]) -> int:
+    """How many replicas are asked for. Raises :class:`UserError` for none."""
+    text = str(args.get("replicas", 1))
+    if not text.isdecimal() or not 1 <= int(text) <= REPLICAS_MAX:
+        hint = f"a number up to {REPLICAS_MAX}, for example replicas=2"
+        raise UserError(f"cannot read replicas={text[:100]}", hint=hint, param="replicas")
+    return int(text)
 
 
 def words_of(args: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,23 +127,40 @@ def read_options(words: Sequence[str]) -> tuple[ServeArguments, ClusterOptions]:
     return readings[0], cluster
 
 
-def open_app(words: Sequence[str]) -> ASGIApp:
+def open_app(words: Sequence[str], *, is_shared: bool = False) -> ASGIApp:
     """Start the cluster from this replica, and wait until it is ready. It ends with the application's lifespan.
+    ``is_shared``: it is that of all replicas, and ends with the last one.
 
     Raises :class:`UserError` when Ray has no room for it.
     """
     with ThreadPoolExecutor(1) as apart:  # a replica's own thread has a running loop, in which nothing may wait
-        return apart.submit(_open_cluster_app, words).result()
+        return apart.submit(_open_cluster_app, words, is_shared).result()
 
 
-def _open_cluster_app(words: Sequence[str]) -> ASGIApp:
+def _open_cluster_app(words: Sequence[str], is_shared: bool) -> ASGIApp:
     stack = ExitStack()
     try:
-        served = stack.enter_context(_run_cluster(*read_options(words)))
+        settings, options = read_options(words)
+        if not options.placement.cluster:
+            options = dataclasses.replace(options, placement=_named(options.placement, words if is_shared else ()))
+        if is_shared:
+            served = stack.enter_context(run_replica(words, settings, options))
+        else:
+            served = stack.enter_context(_run_cluster(settings, options))
     except BaseException:
         stack.close()
         raise
     return Ending(served, stack.close)
+
+
+def _named(placement: PlacementOptions, words: Sequence[str]) -> PlacementOptions:
+    """The cluster has the application's name, so that several applications have clusters of their own; with a digest of
+    ``words``, where replicas of an older configuration may live beside those of a new one."""
+    from ray import serve
+
+    parts = [re.sub(r"[^A-Za-z0-9._-]", "-", serve.get_replica_context().app_name)[:40]]
+    parts += [sha256("\0".join(words).encode()).hexdigest()[:8]] if words else []
+    return dataclasses.replace(placement, cluster="-".join(parts))
 
 
 class Ending:
@@ -153,7 +191,8 @@ def _run_cluster(settings: ServeArguments, options: ClusterOptions) -> Iterator[
     plan = members_plan(settings.engine, http, options, secret, with_port(node, port))
     controller = new_controller(plan, _NAME_S)
     router = dataclasses.replace(
-        options, prefill=0, decode=0, colocated=0, host=node, port=port, secret=secret, store=StoreOptions(),
+        options, prefill=0, decode=0, colocated=0, host=node, port=port, secret=secret,
+        store=options.store if options.store.at is not None else StoreOptions(),
         placement=PlacementOptions(scaling=options.placement.scaling),
     )  # fmt: skip
 

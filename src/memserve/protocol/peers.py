@@ -141,6 +141,8 @@ class PeerInfo(Message, frozen=True):
     """Of its host's cores, what its steps use; 0: it has a device of its own."""
     model: str = ""
     """The served model that it is for, by its name, where one router has several; empty: the first."""
+    http_at: str = ""
+    """Of a router: where clients find it, ``http://host:port``; empty: where they find its owner."""
 
 
 class Load(Message, frozen=True):

@@ -6,12 +6,15 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
 from api_world import World, says, serve
 from fake_engine import FakeEngine
+from memserve.api.openai.paths import answer_as_owner
 from ports import free_port
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, whole
 
@@ -49,6 +52,28 @@ def test_the_owners_answer_is_handed_on_as_it_is(world: World, owner: ScriptedEn
     assert (asked.path, asked.body) == ("/v1/documents/d%201?a=%20b", body)
     assert asked.headers["authorization"] == "Bearer key-of-a"
     assert asked.headers["x-request-id"] == answer.headers["x-request-id"] and asked.headers["host"] == owner.name
+
+
+def test_servers_that_leave_the_raw_path_out_are_understood(owner: ScriptedEngine) -> None:
+    """ASGI asks for neither a raw path nor an id of ours: as with Ray Serve."""
+    hub = SimpleNamespace(engine=SimpleNamespace(owner_url=owner.url), draining=False)
+    headers = [(b"x-request-id", b"of-the-client")]
+    scope = {"method": "GET", "path": "/v1/documents/d 1", "query_string": b"a=b", "headers": headers}
+    events: list[Any] = []
+
+    async def ask() -> None:
+        async def receive() -> Any:
+            await asyncio.sleep(20)
+
+        async def send(event: Any) -> None:
+            events.append(event)
+
+        await answer_as_owner(hub, "documents", scope, receive, send, b"")
+
+    asyncio.run(ask())
+    (asked,) = owner.asked
+    assert events[0]["status"] == 201 and asked.path == "/v1/documents/d%201?a=b"
+    assert asked.headers["x-request-id"] == "of-the-client"
 
 
 def test_methods_that_no_router_knows_are_refused_here(world: World, owner: ScriptedEngine) -> None:

@@ -148,6 +148,7 @@ def test_the_key_of_engines_goes_to_each_kind(engine: ScriptedEngine) -> None:
         ("llamacpp=http://a:1", EngineKind.LLAMACPP, "http://a:1"),
         ("openai=https://a.b:443/x/v1/", EngineKind.OPENAI, "https://a.b:443/x"),
         ("openai=http://a:1/", EngineKind.OPENAI, "http://a:1"),
+        ("memserve=https://a:1/x/v1", EngineKind.MEMSERVE, "https://a:1/x"),
     ],
 )
 def test_engines_of_other_kinds_are_read(text: str, kind: EngineKind, url: str) -> None:
@@ -159,7 +160,8 @@ def test_engines_of_other_kinds_are_read(text: str, kind: EngineKind, url: str) 
     "text",
     [
         "openai=http://a:1,events=tcp://a:2", "llamacpp=http://a:1,role=prefill", "openai=http://a:1,format=vllm",
-        "vllm=http://a:1/base", "openai=http://a", "openai=http://a:1/b?c", "openai=http://u:p@a:1", "other=http://a:1",
+        "memserve=http://a:1,model=x", "vllm=http://a:1/base", "openai=http://a",
+        "openai=http://a:1/b?c", "openai=http://u:p@a:1", "other=http://a:1",
     ],
 )  # fmt: skip
 def test_parts_that_a_kind_has_not_are_refused(text: str) -> None:

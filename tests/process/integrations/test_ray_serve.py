@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,52 +16,13 @@ import pytest
 from asking_clients import QUESTIONS, question, truth_of
 from memserve.base.errors import UserError
 from memserve.integrations.ray_serve import app, read_options, words_of
-from on_ray import COUNT, WAIT_S, Raylets
-from ports import free_port
+from on_ray import COUNT, WAIT_S
+from on_ray_serve import Served, replicas
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module
 
 pytest.importorskip("ray.serve", reason="Ray Serve (extra: ray) is not installed")
 pytestmark = pytest.mark.timeout(900)  # three raylets and two instances share the machine with other tests
-
-
-class Served:
-    """``serve run FILE`` on a head without room for instances, and a node with room for four."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.ray, port = Raylets(1), free_port()
-        arguments = {
-            "model": str(model), "dtype": "float32", "kv-memory": "4MiB", "threads": 1, "block_tokens": 8,
-            "prefill": 1, "decode": 1, "served_model_name": "tiny",
-        }  # fmt: skip
-        application = {"name": "chat", "route_prefix": "/", "args": arguments}
-        application["import_path"] = "memserve.integrations.ray_serve:app"
-        config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
-        file = folder / "serve.yaml"
-        file.write_text(json.dumps(config))  # which is YAML
-        run = "from ray.serve.scripts import cli; cli()"
-        self.log = folder / "log"
-        with self.log.open("w") as log:
-            command = [sys.executable, "-c", run, "run", str(file), "--address", self.ray.address]
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-        eventually(self.is_ready)
-
-    def is_ready(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-2000:]
-        try:
-            return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(WAIT_S)
-        finally:
-            self.process.kill()
-            self.ray.close()
 
 
 @pytest.fixture(scope="module")
@@ -122,16 +81,6 @@ def test_a_killed_replica_is_replaced(served: Served, model: Path) -> None:
     assert answer.choices[0].text == truth_of(model, COUNT)[0]
     page = httpx.get(f"{served.url}/metrics", timeout=30).text
     assert "memserve_router_members_joined_total 2.0" in page, "as many as the file says"
-
-
-def replicas() -> set[int]:
-    """Processes that are replicas of the application ``chat``."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(b"ray::ServeReplica:chat:memserve"):
-                found.add(int(path.parent.name))
-    return found
 
 
 def test_options_are_those_of_serve() -> None:

@@ -16,6 +16,7 @@ from memserve.fleet.machine import Fleet
 from memserve.fleet.messages import (
     Abort,
     AnswerBegan,
+    AnsweredElsewhere,
     AnswerEnded,
     AttemptFailed,
     EngineAnswered,
@@ -62,6 +63,7 @@ class World:
         self.at: dict[str, str] = {}
         self.pairs: dict[str, tuple[str, str]] = {}
         self.computing: dict[str, str] = {}
+        self.fallbacks: dict[str, tuple[str, ...]] = {}
         self.ended: dict[str, FleetAction] = {}
         self.aborted: list[Abort] = []
         self.replays: list[RequestReplay] = []
@@ -82,6 +84,8 @@ class World:
                     (self.at, self.computing) if isinstance(action, ForwardRequest) else (self.computing, self.at)
                 )
                 at[action.request_id] = action.engine
+                if isinstance(action, ForwardRequest):
+                    self.fallbacks[action.request_id] = action.fallbacks
                 other.pop(action.request_id, None)
             elif isinstance(action, GiveUp | RejectRequest):
                 assert action.request_id not in self.ended, "it ended twice"
@@ -104,6 +108,12 @@ class World:
         self.tell(PromptArrived(prompt, model, PromptSpace.TOKENS))
         return self.at.get(name)
 
+    def hand_out(self, name: str, model: str = "m", tokens: list[int] = PROMPT, **arrival: Any) -> tuple[str, ...]:
+        """The engines that a gateway is told, in order."""
+        prompt = Request(name, np.array(tokens, np.int32))
+        self.tell(PromptArrived(prompt, model, PromptSpace.TOKENS, is_handed_out=True, **arrival))
+        return (self.at[name], *self.fallbacks[name]) if name in self.at else ()
+
     def fail(self, name: str, status: int = 502) -> str | None:
         self.tell(AttemptFailed(name, "it broke", status))
         return self.at.get(name)
@@ -120,6 +130,73 @@ def test_each_engine_is_tried_once_and_then_none() -> None:
     assert sorted(str(name) for name in tried) == list(NAMES) and world.fail("r", 504) is None
     end = world.ended["r"]
     assert isinstance(end, GiveUp) and end.status == 504 and all(name in end.reason for name in NAMES)
+
+
+def test_fallbacks_are_the_engines_that_would_be_tried() -> None:
+    world, twin = World(), World()
+    for other in (world, twin):  # another load at each
+        for number, count in enumerate((3, 2)):
+            for request in range(count):
+                other.ask(f"{number}{request}", tokens=[number + 1] * 64)
+    names = world.hand_out("r", tokens=[9] * 400)
+    tried = [twin.ask("r", tokens=[9] * 400), twin.fail("r"), twin.fail("r")]
+    assert list(names) == tried and sorted(names) == list(NAMES)
+    assert world.ask("relayed") and not world.fallbacks["relayed"]
+
+
+def test_fallbacks_are_as_many_as_attempts() -> None:
+    world = World(ClusterConfig(policy="prompt-tree", attempts_max=2))
+    assert len(world.hand_out("r")) == 2
+
+
+def test_engines_that_are_ruled_out_get_nothing() -> None:
+    world = World()
+    assert world.hand_out("r", engines=frozenset({"b:2", "x:9"})) == ("b:2",)
+    assert world.hand_out("none", engines=frozenset({"x:9"})) == ()
+    end = world.ended["none"]
+    assert isinstance(end, GiveUp) and end.status == 503
+
+
+def test_engines_of_pairs_are_not_handed_out() -> None:
+    world = World(roles="PDc")
+    for name, tokens in (("short", PROMPT), ("long", LONG)):
+        assert world.hand_out(name, tokens=tokens) == ("c:3",)
+    assert world.ask("relayed", tokens=LONG[::-1]) and "relayed" in world.pairs
+    world.tell(EngineMissed("c:3", "refused", refuses=True))
+    assert world.hand_out("r") == ()
+    end = world.ended["r"]
+    assert isinstance(end, GiveUp) and "b:2: it answers in a pair alone; c:3: refused" in end.reason
+
+
+def test_engines_below_a_base_are_not_handed_out() -> None:
+    world = World(roles="c")
+    world.tell(EngineJoined(read_engine("openai=http://d:4/api/v1")))
+    world.well("d:4/api")
+    assert world.hand_out("r") == ("a:1",)
+    world.tell(EngineMissed("a:1", "refused", refuses=True))
+    assert world.ask("relayed") == "d:4/api" and world.hand_out("q") == ()
+    end = world.ended["q"]
+    assert isinstance(end, GiveUp) and "d:4/api: gateways do not reach it below /api" in end.reason
+
+
+def test_a_request_without_a_model_may_go_to_any_engine() -> None:
+    world = World()
+    world.well("a:1", ("other",))
+    assert sorted(world.hand_out("r", model="")) == list(NAMES)
+    assert sorted(world.hand_out("q")) == ["b:2", "c:3"]
+
+
+def test_the_engine_that_answers_is_charged() -> None:
+    world = World()
+    first, second, third = world.hand_out("r")
+    world.tell(AnsweredElsewhere("r", second))
+    views = {view.name: view for view in world.machine.engine_views()}
+    assert (views[first].failed, views[first].requests_open) == (1, 0)
+    assert (views[second].failed, views[second].requests_open, views[third].requests) == (0, 1, 0)
+    for event in (AnsweredElsewhere("r", second), AnsweredElsewhere("r", "x:9"), AnsweredElsewhere("gone", third)):
+        world.tell(event)  # known already, no engine, no request
+    world.tell(AnswerEnded("r"))
+    assert world.ask("next", tokens=[*PROMPT, 1]) in (first, second)  # it has computed the prompt
 
 
 def test_a_prefix_is_followed_but_not_into_a_queue() -> None:
@@ -441,7 +518,11 @@ def test_random_lives(seed: int) -> None:
         elif choice < 0.3:
             live.append(f"r{step}")
             tokens = [step, *LONG] if draw.random() < 0.3 else PROMPT[: draw.randrange(1, 64)]
-            world.ask(live[-1], tokens=tokens, model=draw.choice(["m", "m", "m2"]))
+            if draw.random() < 0.7:
+                world.ask(live[-1], tokens=tokens, model=draw.choice(["m", "m", "m2"]))
+            else:
+                engines = draw.choice([None, frozenset(draw.sample(NAMES, 2))])
+                world.hand_out(live[-1], draw.choice(["m", "m2", ""]), tokens, engines=engines)
         elif choice < 0.4:
             world.well(engine, draw.choice([("m",), ("m", "m2"), ()]), running=draw.randrange(5))
         elif choice < 0.5:
@@ -457,7 +538,7 @@ def test_random_lives(seed: int) -> None:
                 of_partner = AttemptFailed(name, "x", is_of_partner=True)
                 event = draw.choice([PromptComputed(name), AnswerBegan(name), AnswerEnded(name), failed, of_partner])
             else:
-                event = draw.choice([AnswerBegan(name), AnswerEnded(name), failed])
+                event = draw.choice([AnswerBegan(name), AnswerEnded(name), failed, AnsweredElsewhere(name, engine)])
             if isinstance(event, AnswerEnded) or name in world.at or name in world.computing:
                 world.tell(event)
             if isinstance(event, AnswerEnded):

@@ -46,6 +46,82 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- join "," $names }}
 {{- end }}
 
+{{- /* What clients may ask of a pod: that of a router, of any kind. */ -}}
+{{- define "memserve.apiSelector" -}}
+{{ include "memserve.selector" . }}
+memserve/api: "true"
+{{- end }}
+
+{{- /* All models; the only one has no name. */ -}}
+{{- define "memserve.models" -}}
+{{- range .Values.models }}
+{{- if not (regexMatch "^[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?$" .name) }}
+{{- fail (printf "models: %q is no name: lower case, digits and dashes, 30 characters at most" .name) }}
+{{- end }}
+{{- end }}
+{{- toYaml (.Values.models | default (list (dict "source" .Values.model.source))) }}
+{{- end }}
+
+{{- /* Of a model's objects, behind the release's name; of its labels. */ -}}
+{{- define "memserve.suffix" -}}
+{{- with .name }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- define "memserve.modelLabel" -}}
+{{- with .name }}
+memserve/model: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- /* What --model says of it. */ -}}
+{{- define "memserve.modelWord" -}}
+{{- with .name }}{{ . }}={{ end }}{{ .source }}
+{{- end }}
+
+{{- define "memserve.scheme" -}}
+{{ if .Values.tls.existingSecret }}HTTPS{{ else }}HTTP{{ end }}
+{{- end }}
+
+{{- /* Of the pods that answer clients: arguments, mounts and volumes of keys and certificates. */ -}}
+{{- define "memserve.edgeArgs" -}}
+{{- if include "memserve.keysName" . }}
+- --api-key-file=/srv/memserve/keys/api-keys
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- --tls-cert=/srv/memserve/tls/tls.crt
+- --tls-key=/srv/memserve/tls/tls.key
+{{- end }}
+{{- end }}
+
+{{- define "memserve.edgeEnv" -}}
+{{- if .Values.metricsKey.existingSecret }}
+- name: MEMSERVE_METRICS_KEY
+  valueFrom: {secretKeyRef: {name: {{ .Values.metricsKey.existingSecret }}, key: {{ .Values.metricsKey.key }}}}
+{{- end }}
+{{- end }}
+
+{{- define "memserve.edgeMounts" -}}
+{{- if include "memserve.keysName" . }}
+- {name: api-keys, mountPath: /srv/memserve/keys, readOnly: true}
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- {name: tls, mountPath: /srv/memserve/tls, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "memserve.edgeVolumes" -}}
+{{- with include "memserve.keysName" . }}
+- name: api-keys
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items: [{key: {{ $.Values.apiKeys.key }}, path: api-keys}]
+{{- end }}
+{{- if .Values.tls.existingSecret }}
+- {name: tls, secret: {secretName: {{ .Values.tls.existingSecret }}, defaultMode: 0440}}
+{{- end }}
+{{- end }}
+
 {{- define "memserve.scheduling" -}}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{ toYaml . | nindent 2 }}

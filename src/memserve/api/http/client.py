@@ -7,6 +7,7 @@ A call costs a tenth of what it costs with httpx, and can be given up from outsi
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -47,13 +48,14 @@ class HttpFault(Exception):
 class HttpCall:
     """One request and its answer. Use it once, and close it."""
 
-    def __init__(self, url: str) -> None:
-        """``url``: scheme, host and port."""
+    def __init__(self, url: str, tls: ssl.SSLContext | None = None) -> None:
+        """``url``: scheme, host and port. ``tls`` None: an ordinary client's, for ``https``."""
         self.url = url
         #: when bytes came last, by ``time.monotonic_ns``; 0: none did
         self.last_seen_ns = 0
         parts = urlsplit(url)
-        self._host, self._port, self._tls = parts.hostname or "", parts.port or 80, parts.scheme == "https"
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._tls: ssl.SSLContext | bool | None = (tls or True) if parts.scheme == "https" else None
         self._writer: asyncio.StreamWriter | None = None
         self._aborted: HttpFault | None = None
         self._broken: HttpFault | None = None
@@ -70,9 +72,7 @@ class HttpCall:
         """
         try:
             async with asyncio.timeout(min(CONNECT_S, deadline_s)):
-                self._reader, self._writer = await asyncio.open_connection(
-                    self._host, self._port, ssl=self._tls or None
-                )
+                self._reader, self._writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         except TimeoutError:
             raise HttpFault("no connection in time", status=504) from None
         except (OSError, ValueError) as error:

@@ -42,6 +42,9 @@ class ServerConfig:
     admin_key_file: str | None = option(None)
     """With named models: file with the key by which ``memserve model`` adds and removes models, and puts them to sleep.
     None: it cannot."""
+    endpoint_picker: str | None = option(None)
+    """HOST:PORT: tell gateways there where requests shall go (Envoy's external processing, as the Gateway API inference
+    extension has it): to the servers of ``--engine``, else to the routers of this cluster (extra ``gateway``)."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

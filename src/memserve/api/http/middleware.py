@@ -95,7 +95,7 @@ class KeyRing:
 def _tenants_of(keys: Sequence[str]) -> _Tenants:
     tenants_by_digest: dict[bytes, str] = {}
     for text in keys:
-        tenant, key = _split(text)
+        tenant, key = split_key(text)
         digest = _digest(key.encode())
         if digest in tenants_by_digest:
             raise UserError("the same API key is given twice", hint="one key belongs to one tenant", param="api_key")
@@ -103,7 +103,7 @@ def _tenants_of(keys: Sequence[str]) -> _Tenants:
     return list(tenants_by_digest.items())
 
 
-def _split(text: str) -> tuple[str, str]:
+def split_key(text: str) -> tuple[str, str]:
     """Tenant and key of ``KEY`` or ``NAME=KEY``. Raises :class:`UserError` for an empty key, in either form."""
     match = _NAMED.fullmatch(text)
     tenant, key = match.groups() if match else ("", text)

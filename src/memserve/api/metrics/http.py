@@ -104,6 +104,16 @@ class Spread:
         yield family
 
 
+def _count_of_refusals(registry: CollectorRegistry) -> Counter:
+    text = "Requests and connections that the HTTP server ended by one of its limits"
+    return Counter("memserve_http_refused", text, ["limit"], registry=registry)
+
+
+def _count_of_picks(registry: CollectorRegistry) -> LabelledTally:
+    text = "Requests of gateways by the status of the endpoint picker's answer; 200: an endpoint"
+    return LabelledTally("memserve_picks", text, ["status"], registry)
+
+
 def _count_of_hints(registry: CollectorRegistry) -> LabelledTally:
     about = "Hints on KV by action, and by what was known of it when the client was answered"
     return LabelledTally("memserve_kv_hints", about, ["action", "outcome"], registry)
@@ -138,13 +148,11 @@ class ApiMetrics:
         )
         self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
         self.rejected = counter("memserve_rejected_requests", "Requests of clients that were rejected before they ran")
+        self.picks = _count_of_picks(self.registry)
         self.disconnected = counter(
             "memserve_disconnected_requests", "HTTP requests of clients that left before the end of their answer"
         )
-        self.refused = Counter(
-            "memserve_http_refused", "Requests and connections that the HTTP server ended by one of its limits",
-            ["limit"], registry=self.registry,
-        )  # fmt: skip
+        self.refused = _count_of_refusals(self.registry)
         self.slow_readers = Counter(
             "memserve_http_slow_readers", "Clients that did not take their answers: their requests were cancelled",
             ["ending"], registry=self.registry,

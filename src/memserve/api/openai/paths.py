@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import quote
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -150,9 +151,12 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
     watcher = asyncio.create_task(_abort_on_disconnect(call, receive))
     try:
         query = scope.get("query_string", b"")
-        target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-        headers = [header for header in scope["headers"] if header[0] not in NOT_SENT_ON | {b"x-request-id"}]
-        headers += [(b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1")), (_RELAYED, b"1")]
+        raw_path = scope.get("raw_path") or quote(scope["path"]).encode()  # which not every server gives
+        target = (raw_path + (b"?" + query if query else b"")).decode("latin-1")
+        own_id = scope.get(REQUEST_ID_KEY)  # our own server gives one to each request; else the client's goes on
+        not_sent = NOT_SENT_ON if own_id is None else NOT_SENT_ON | {b"x-request-id"}
+        headers = [header for header in scope["headers"] if header[0] not in not_sent]
+        headers += [(_RELAYED, b"1")] if own_id is None else [(b"x-request-id", own_id.encode()), (_RELAYED, b"1")]
         await call.send_request(scope["method"], target, headers, body, _SILENCE_S)
         answer_headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
         await send({"type": "http.response.start", "status": call.status, "headers": answer_headers})

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ def fleet_host(
     options: FleetOptions,
     config: ClusterConfig,
     specs: Sequence[EngineSpec],
-    listed: Followed[tuple[EngineSpec, ...]] | None = None,
+    listed: Callable[[], Sequence[EngineSpec]] | None = None,
 ) -> FleetHost:
     """What looks at the engines ``specs``. ``listed``: as of :class:`memserve.fleet.host.FleetHost`."""
     from memserve.fleet.host import FleetHost
@@ -58,7 +58,7 @@ def following_host(options: FleetOptions, config: ClusterConfig, file: Path, rou
     # each router numbers engines in another order: of those that are equally good they choose different ones
     specs, number = listed.value(), router.rpartition("-")[2]
     turn = int(number) % max(1, len(specs)) if number.isdecimal() else 0
-    return fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed)
+    return fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed.value)
 
 
 def fleet_app(host: FleetHost, options: FleetOptions, http: HttpOptions, edge: Edge | None = None) -> Application:

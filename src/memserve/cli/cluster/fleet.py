@@ -25,6 +25,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli.cluster.beside import ENGINES, fleet_app, fleet_host, following_host, tell_engines
 from memserve.cli.cluster.http import followers_at, listening, own_listener, serve_app
+from memserve.cli.cluster.picker import Endpoints
 from memserve.cli.credentials import read_secret
 from memserve.cli.flags import HttpOptions
 from memserve.fleet.messages import FleetOptions, read_engine
@@ -121,7 +122,10 @@ def _serve_fleet(
     host: FleetHost, options: FleetOptions, listeners: list[socket.socket], http: HttpOptions,
     ready_lines: Callable[[], list[str]], on_end: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    serve_app(fleet_app(host, options, http), listeners, http, ready_lines, on_end)
+    from memserve.api.http.middleware import KeyRing
+
+    endpoints = Endpoints(host, KeyRing(http.api_keys.follow_keys()), options.silence_s)
+    serve_app(fleet_app(host, options, http), listeners, http, ready_lines, on_end, endpoints)
 
 
 CALL_S = 10.0

@@ -20,6 +20,7 @@ from memserve.base.options import command_line_of
 from memserve.base.types import AS_COMPUTED
 from memserve.cli import flags as opt
 from memserve.cli.cluster.beside import engine_lines, follower_words, open_beside, write_engines_of
+from memserve.cli.cluster.picker import Endpoints, OwnRouters, check_picker, in_turn, with_picker
 from memserve.cli.output import print_lines
 from memserve.model.loading.lora import Adapter
 from memserve.system.process import EndRequested, on_ending_signals, signals_raise
@@ -50,6 +51,7 @@ def listening(http: opt.HttpOptions, *, is_shared: bool = False) -> Iterator[soc
         from memserve.api.metrics.traces import refuse_without_package
 
         refuse_without_package()
+    check_picker(http)
     for keys in (http.api_keys, http.metrics_keys):
         KeyRing(keys.read_keys())  # refuses malformed keys
     keep_heap_small()
@@ -77,7 +79,8 @@ def followers_at(listeners: Sequence[socket.socket], http: opt.HttpOptions, *par
     ``listeners``; the other one is the owner's own."""
     shared, own_port = (part.getsockname()[1] for part in listeners)
     tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
-    configs = (dataclasses.replace(http.server, port=shared), http.api, http.limits, *parts)
+    server = dataclasses.replace(http.server, port=shared, endpoint_picker=None)  # the owner picks for all of them
+    configs = (server, http.api, http.limits, *parts)
     words = [word for config in configs for word in command_line_of(config)]
     owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
     keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
@@ -98,6 +101,8 @@ class Served:
     """Where files and batches are kept. None: there are none."""
     lora_folder: Path | None = None
     """Adapters may be loaded from below it. None: they are those of the start."""
+    routers: OwnRouters = dataclasses.field(default_factory=lambda: OwnRouters())
+    """Where the endpoint picker sends requests."""
 
 
 def lora_folder_of(engine: EngineOptions) -> Path | None:
@@ -152,7 +157,7 @@ def serve_until_signal(
             text.append(f"files and batches are the owner's, which answers at {own_url} as well")
         return text + precision_lines(model, adapters)
 
-    serve_app(app, listeners, http, ready_lines, served.on_end)
+    serve_app(app, listeners, http, ready_lines, served.on_end, served.routers.endpoints(http, port))
 
 
 def _front_of_one(
@@ -190,21 +195,27 @@ def precision_lines(model: LoadedModel | RemoteModel, adapters: tuple[Adapter, .
 
 def serve_app(
     app: DrainedApp, listeners: list[socket.socket], http: opt.HttpOptions,
-    ready_lines: Callable[[], list[str]], on_end: Callable[[], None],
+    ready_lines: Callable[[], list[str]], on_end: Callable[[], None], endpoints: Endpoints | None = None,
 ) -> None:  # fmt: skip
-    """Run ``app`` until a signal asks for the end; ``ready_lines`` are printed when it accepts connections."""
+    """Run ``app`` until a signal asks for the end; ``ready_lines`` are printed when it accepts connections.
+    ``endpoints``: those of the endpoint picker, where there is one."""
     from memserve.api.http.limits import make_room_for_connections
     from memserve.api.http.server import Server
     from memserve.system.memory import collect_rarely
 
     collect_rarely()
     make_room_for_connections(http.limits.connections_max)
+    with_gateways = None if endpoints is None else with_picker(app, http, endpoints)
+    if with_gateways is not None:
+        app, on_end = with_gateways, in_turn(with_gateways.begin_drain, on_end)
     ends = {"on_ready": lambda: print_lines(*ready_lines(), result=True), "on_end": on_end}
     server = Server(app, drain_s=http.server.drain_s, log_level=http.server.log_level, tls=http.tls, **ends)
     on_ending_signals(
         server.handle_exit
     )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
     server.run(sockets=listeners)
+    if with_gateways is not None and with_gateways.failure is not None:
+        raise with_gateways.failure
 
 
 def ready_text(names: Sequence[str], url: str, seconds: float, needs_key: bool) -> str:

@@ -280,7 +280,7 @@ def starting_cluster(
     from memserve.model.loading.card import early_tokenizer
 
     metadata, secret, limit = base.metadata, base.secret, options.config.sequence_instances_max
-    named_stores, most = _find_stores(options, print_line), options.at_most if elsewhere is None else options
+    named_stores, most = find_stores(options, print_line), options.at_most if elsewhere is None else options
     if options.secret is None:
         store_secret(options.store, secret.initial_value, print_line)
     if metadata.folder is not None:
@@ -335,7 +335,7 @@ def devices_for(engine_options: EngineOptions, options: ClusterOptions) -> Devic
     return device_here(engine_options.device if options.instance_count else "cpu")
 
 
-def _find_stores(options: ClusterOptions, print_line: Callable[[str], None]) -> list[NamedStore]:
+def find_stores(options: ClusterOptions, print_line: Callable[[str], None]) -> list[NamedStore]:
     """The stores that were named, as far as they answer: of several, those that do not may come later."""
     stores: list[NamedStore] = []
     addresses = options.store.addresses

@@ -23,7 +23,8 @@ from memserve.base.options import command_line_of
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.members import ClusterOptions
+from memserve.cli.cluster.members import ClusterOptions, find_stores
+from memserve.cli.cluster.picker import check_picker
 from memserve.model.gpu.setup import as_reserved
 from memserve.system.process import EndRequested, signals_raise
 from memserve.system.secrets import as_followed
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
 _LOOK_S = 0.2
 _CONNECT_S = 5.0
 _DROPPED = (
-    "--on", "--address", "--ray-resources", "--prefill", "--decode", "--colocated", "--cluster-host", "--cluster-port",
-    "--port", "--cluster-secret-file", "--ssd", "--store-dram", "--store-listen", "--ssd-sync", "--ssd-writes-per-day",
-    "--ssd-admission", "--api-key", "--api-key-file", "--metrics-key", "--metrics-key-file",
+    "--on", "--address", "--ray-resources", "--ray-cluster", "--prefill", "--decode", "--colocated", "--cluster-host",
+    "--cluster-port", "--port", "--cluster-secret-file", "--ssd", "--store-dram", "--store-listen", "--ssd-sync",
+    "--ssd-writes-per-day", "--ssd-admission", "--api-key", "--api-key-file", "--metrics-key", "--metrics-key-file",
 )  # fmt: skip
 """Flags of the driver that the router is not told of, or otherwise. Each has a value."""
 
@@ -45,9 +46,7 @@ _DROPPED = (
 def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions) -> None:
     """Place the cluster, serve until a signal comes, then drain everything. Raises :class:`UserError`."""
     started = time.perf_counter()
-    if cluster.store.at is not None:
-        hint = "give --ssd or --store-dram, for a store that Ray places; or start that one with --join"
-        raise UserError("--store names a store that Ray does not place", hint=hint, param="store")
+    check_picker(http)
     ray = _connect_ray(cluster.placement.address)
     from memserve.host.ray import START_S, new_controller
 
@@ -56,6 +55,7 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
         node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
         plan = _plan(engine, http, cluster, node, port)
         with signals_raise():
+            find_stores(dataclasses.replace(cluster, host=node), typer.echo)  # else its router ends again and again
             controller = new_controller(plan)
             with plain_errors(ray):
                 try:
@@ -90,6 +90,7 @@ def scale(
     counts: Annotated[list[str], typer.Argument(help="ROLE=COUNT, for example prefill=3 decode=2.")],
     *,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the Ray cluster. Default: RAY_ADDRESS.")] = None,
+    ray_cluster: Annotated[str, typer.Option(help="Name of the cluster, where several run on this Ray.")] = "",
 ) -> None:
     """Start or drain instances and stores of a cluster that `memserve serve --on ray` runs; no request is lost."""
     role_counts: dict[str, int] = {}
@@ -100,18 +101,27 @@ def scale(
             raise UserError(f"ROLE=COUNT is needed, not {text!r}", hint=hint, param="counts")
         role_counts[role] = int(count)
     ray = _connect_ray(address or os.environ.get("RAY_ADDRESS") or "auto")
-    from memserve.host.ray import CONTROLLER
-
     try:
         with plain_errors(ray):
-            try:
-                controller = ray.get_actor(CONTROLLER)
-            except ValueError:
-                hint = "start one: memserve serve --on ray --address ..."
-                raise UserError("no cluster of memserve runs on this Ray", hint=hint) from None
-            _print_names(ray.get(controller.scale.remote(role_counts)))
+            _print_names(ray.get(_controller_of(ray, ray_cluster).scale.remote(role_counts)))
     finally:
         ray.shutdown()
+
+
+def _controller_of(ray: Any, cluster: str) -> Any:
+    """That of the cluster of this name, or of the only one. Raises :class:`UserError`."""
+    from memserve.host.ray import clusters_here, controller_name
+
+    names = clusters_here()
+    if not cluster and len(names) == 1:
+        cluster = names[0]
+    if cluster not in names:
+        is_choice = bool(names) and not cluster
+        hint = f"--ray-cluster NAME, one of {', '.join(names)}" if names else "start one: memserve serve --on ray"
+        called = f" called {cluster}" if cluster else ""
+        message = "several clusters of memserve run" if is_choice else f"no cluster of memserve{called} runs"
+        raise UserError(f"{message} on this Ray", hint=hint, param="ray_cluster")
+    return ray.get_actor(controller_name(cluster))
 
 
 def without_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -131,7 +141,7 @@ def without_flags(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, node: str, port: int) -> ClusterPlan:
     secret = as_followed(cluster.secret or secrets.token_urlsafe(32)).initial_value
     cluster_port = cluster.port or free_port()
-    router = _router_order(http, cluster, secret, node, port, cluster_port)
+    router = router_order(sys.argv[1:], http, cluster, secret, RouterPorts(node, port, cluster_port))
     return dataclasses.replace(
         members_plan(engine, http, cluster, secret, with_port(node, cluster_port)), router=router
     )
@@ -164,25 +174,35 @@ def members_plan(
     counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
     counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}
     counts = {role: count for role, count in counts.items() if role in members}
-    return ClusterPlan(None, members, counts, resources)
+    return ClusterPlan(None, members, counts, resources, cluster.placement.cluster)
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(("MEMSERVE_", "HF_"))}
 
 
-def _router_order(
-    http: opt.HttpOptions, cluster: ClusterOptions, secret: str, node: str, port: int, cluster_port: int
+@dataclasses.dataclass(frozen=True)
+class RouterPorts:
+    """Where a router listens that Ray places: the node, and its ports for clients and for members."""
+
+    node: str
+    http: int
+    cluster: int
+
+
+def router_order(
+    line: Sequence[str], http: opt.HttpOptions, cluster: ClusterOptions, secret: str, ports: RouterPorts
 ) -> ProcessOrder:
-    """The driver's own command line, for a router without instances of its own. Keys travel in the environment."""
+    """The command ``line`` of `memserve serve`, for a router without instances of its own. Keys travel in the
+    environment."""
     from memserve.host.ray import ROUTER, ProcessOrder
 
     no_instances = ("--prefill", "0", "--decode", "0", "--colocated", "0")
-    address_flags = ("--port", str(port), "--cluster-host", node, "--cluster-port", str(cluster_port))
+    address_flags = ("--port", str(ports.http), "--cluster-host", ports.node, "--cluster-port", str(ports.cluster))
     keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys.read_keys())} if http.api_keys.are_given else {}
     if http.metrics_keys.are_given:
         keys[credentials.METRICS_VARIABLE] = http.metrics_keys.read_keys()[0]
-    words = (*without_flags(sys.argv[1:], _DROPPED), *no_instances, *address_flags)
+    words = (*without_flags(line, _DROPPED), *no_instances, *address_flags)
     scales = bool(cluster.placement.scaling.scale)
     return ProcessOrder(ROUTER, words, secret, http.server.drain_s, os.getcwd(), scales, {**_environment(), **keys})
 

@@ -83,6 +83,8 @@ class FollowerOptions:
     advertise: str | None = None
     model: str = ""
     """The name of the model whose cluster it joins, where the owner has several; empty: the first."""
+    http_at: str = ""
+    """Where clients find it, ``http://host:port``; empty: where they find the owner."""
     outlive: Path | None = None
     """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
 
@@ -91,7 +93,7 @@ class FollowerOptions:
 def router(
     *,
     join: Join,
-    server: ServerConfig,
+    server: Annotated[ServerConfig, opt.Without("endpoint_picker")],
     owner_url: OwnerUrl = "",
     name: Name = None,
     advertise: Advertise = None,
@@ -135,8 +137,15 @@ def router(
         host=listen_host(own_host),
         owner_url=owner_url.rstrip("/"),
         advertise=own_host,
+        http_at=_http_address(own_host, server, is_tls=keys.read_tls() is not None),
     )
     run_follower(models, place, http(*keys.read_keys()), print_lines)
+
+
+def _http_address(own_host: str, server: ServerConfig, *, is_tls: bool) -> str:
+    """Where clients of other hosts find the API; empty: at a port that is not known yet."""
+    host = own_host if server.host in ("0.0.0.0", "::") else server.host
+    return f"http{'s' if is_tls else ''}://{with_port(host, server.port)}" if server.port else ""
 
 
 def _run_supervised(
@@ -175,11 +184,11 @@ def run_follower(
             for number, (model, loras) in enumerate(zip(models, adapters, strict=True)):
                 suffix = f"-{slug_of(model.name)}" if number else ""  # members have one name for one router
                 own_place = replace(place, name=place.name + suffix, model=model.name)
-                router = stack.enter_context(_running_router(model.engine, own_place, print_line))
+                router = stack.enter_context(running_router(model.engine, own_place, print_line))
                 stack.callback(partial(_note_refusal, router, refused))
                 router.on_left = _end_when_refused
                 _end_when_refused(router.refused)
-                followed.append(FollowedModel(model, router, _card_of(router, model.engine, place.config), loras))
+                followed.append(FollowedModel(model, router, card_of(router, model.engine, place.config), loras))
             port = http.server.port
             with bind(http.server.host, port, is_shared=port != 0) as listener:
                 if models[0].name:
@@ -197,7 +206,7 @@ def _note_refusal(router: RouterEngine, refused: list[str]) -> None:
     refused.append(router.refused)
 
 
-def _card_of(router: RouterEngine, engine: EngineOptions, config: ClusterConfig) -> RemoteModel:
+def card_of(router: RouterEngine, engine: EngineOptions, config: ClusterConfig) -> RemoteModel:
     """What clients are told of the model that the members of ``router`` serve; it follows those that join later."""
     from memserve.model.loading.sources import resolve_source
 
@@ -221,9 +230,11 @@ def _check_accepted(refused: str) -> None:
 
 
 @contextmanager
-def _running_router(
+def running_router(
     engine: EngineOptions, place: FollowerOptions, print_line: Callable[[str], None]
 ) -> Iterator[RouterEngine]:
+    """A router that the owner has accepted and that hears an instance, as long as the block runs. Raises
+    :class:`UserError` when the owner does not answer, or refuses it."""
     from memserve.host.router import RouterEngine
     from memserve.journal.survivors import end_when_orphaned
     from memserve.kv.identity import identity_key
@@ -236,7 +247,8 @@ def _running_router(
     from memserve.transport.request_server import ListenAddress
 
     self_peer = Peer(place.name, new_generation())
-    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid(), model=place.model)
+    info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid(), model=place.model,
+                    http_at=place.http_at)  # fmt: skip
     machine = Follower(
         info,
         place.join,

@@ -37,6 +37,7 @@ from memserve.cli.cluster.members import (
     running_cluster,
 )
 from memserve.cli.cluster.models import Models, NamedModel, has_store, read_models
+from memserve.cli.cluster.picker import OwnRouters, urls_of_routers
 from memserve.cli.cluster.several import refuse_names, run_models
 from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
 from memserve.cli.output import print_lines
@@ -164,9 +165,9 @@ def _check_lora_folder(engine: EngineOptions, routers: int, placement: Placement
         (engines, "of --engine", "load them there"),
         (placement.remote_place is not None, "on Ray", "use --lora"),
     )
-    for applies, where, hint in hurdles:
+    for applies, place, hint in hurdles:
         if applies:
-            raise UserError(f"adapters {where} do not come and go yet", hint=hint, param="lora_folder")
+            raise UserError(f"adapters {place} do not come and go yet", hint=hint, param="lora_folder")
 
 
 def _standalone_options(options: EngineOptions, admission: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -252,4 +253,5 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
     with running_cluster(options, cluster, log_level, print_lines) as running:
         folder = None if running.folder is None else running.folder / BATCHES
         parts = running.engine, running.model, running.text, running.on_end, folder
-        yield Served(*parts, lora_folder_of(options))
+        routers = OwnRouters(cluster.host, lambda: urls_of_routers(running.engine.members()))
+        yield Served(*parts, lora_folder_of(options), routers)

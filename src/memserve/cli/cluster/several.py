@@ -45,6 +45,7 @@ from memserve.cli.cluster.members import (
     workers_of,
 )
 from memserve.cli.cluster.models import NamedModel, read_model, slug_of, split_model
+from memserve.cli.cluster.picker import OwnRouters, urls_of_routers
 from memserve.cli.credentials import followed_key
 from memserve.cli.output import print_lines, progress_bar
 from memserve.journal.folder import BATCHES, write_private
@@ -124,7 +125,9 @@ def run_models(
             own_names = [part.name for part in table.parts]
             return [ready_text(own_names, url, seconds, needs_key), *running.lines, *engine_lines(relayed)]
 
-        serve_app(front, listeners, http, ready_lines, running.begin_end)
+        routers = OwnRouters(options.host, running.router_urls)
+        endpoints = routers.endpoints(http, listeners[0].getsockname()[1])
+        serve_app(front, listeners, http, ready_lines, running.begin_end, endpoints)
 
 
 def _with_followers(
@@ -137,8 +140,9 @@ def _with_followers(
         if options.routers == 1 or model.name != models[0].name:
             return dataclasses.replace(options, routers=1)
         followers = followers_at(listeners, http, options.config)
-        named = tuple(word for model in models for word in ("--model", model.text))
-        return dataclasses.replace(options, followers=dataclasses.replace(followers, flags=followers.flags + named))
+        model_flags = tuple(word for model in models for word in ("--model", model.text))
+        flags = followers.flags + model_flags
+        return dataclasses.replace(options, followers=dataclasses.replace(followers, flags=flags))
 
     return plan_model
 
@@ -226,6 +230,10 @@ class ModelSet:
     def batches_folder(self) -> Path | None:
         """Where files and batches are kept. None: nowhere."""
         return None if self._folder.folder is None else self._folder.folder / BATCHES
+
+    def router_urls(self) -> list[str]:
+        """Where clients find the routers beside this one, which are those of all models."""
+        return [url for running in self._running.values() for url in urls_of_routers(running.engine.members())]
 
     def open_models(self, models: Sequence[NamedModel]) -> None:
         """Start ``models``, and those that were added to the last server of this folder. Raises :class:`UserError`."""

@@ -1,0 +1,1 @@
+"""Gateways that ask over Envoy's external processing where a request of a fleet shall go."""
