@@ -54,6 +54,14 @@ class Ticket:
         self.end_error: Exception | None = None
         #: the attempt that is under way
         self.call: HttpCall | None = None
+        #: of an attempt that a gateway has under way: the engine, and when bytes came from it last
+        self.engine, self.last_seen_ns = "", 0
+
+    def last_heard_ns(self, spec: EngineSpec) -> int:
+        """When bytes came last from this engine; 0: it has no part in the request, or none have come."""
+        if self.call is not None and self.call.url == spec.url:
+            return self.call.last_seen_ns
+        return self.last_seen_ns if self.engine == spec.name else 0
 
     async def next_decision(self) -> Decision:
         """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end_request` was
@@ -247,8 +255,7 @@ class FleetHost:
         if self.specs.get(spec.name) is not spec:
             return
         if isinstance(report, HttpFault):
-            calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
-            last_seen_ns = max((call.last_seen_ns for call in calls if call.url == spec.url), default=0)
+            last_seen_ns = max((ticket.last_heard_ns(spec) for ticket in self._tickets.values()), default=0)
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
             self.post_event(EngineAnswered(spec.name, report))
