@@ -1,12 +1,13 @@
 """Two models in one server beside each alone: hit rates, and right answers while every kind of process is killed.
 
-    python bench/several_models.py [--seconds 300] [--json FILE]
+    python bench/several_models.py [--seconds 300] [--vllm PYTHON] [--json FILE]
 
 ``one`` is the bundled model, ``two`` a random Llama of other sizes behind prefill and decode, both in float32 with a
 store. Sessions whose prompts grow turn by turn are asked, first of each model alone, then of both at once in one server
 of two routers: what of the prompts came from KV, and whether each answer is the one that its model gave alone. Then the
 same sessions are asked again and again for ``--seconds``, while each process in turn is killed with -9: instances,
-stores, the follower, the owner, which is started anew. Clients try a request again that was cut off or refused.
+stores, the follower, the owner, which is started anew. Clients try a request again that was cut off or refused. With
+``--vllm``, a vLLM server of ``one``'s weights is a member beside its instance, and is killed as well.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from harness.flags import options, save
+from harness.engines import EventServer, running
+from harness.flags import HELP, options, save
 from harness.processes import wait_until
+from harness.served import bundled_model
 from harness.tables import show
 from load_memory import write_random_model
 
@@ -42,6 +45,8 @@ SIZES = {
 """Of ``two``: blocks of other bytes than the bundled model's."""
 FLAGS = ("--dtype", "float32", "--threads", "1", "--kv-memory", "192MiB", "--store-dram", "1GiB")
 SESSIONS, TURNS, SYSTEM_TOKENS, TURN_TOKENS, ANSWER_TOKENS, CLIENTS = 24, 4, 160, 96, 6, 4
+KINDS = ("one-c1", "two-p1", "router-2", "two-d1", "one-s1", "owner", "two-s1")
+"""Processes, in the order in which they are killed."""
 START_S, TRIES, PAUSE_S, KILL_EVERY_S = 120.0, 60, 0.5, 12.0
 
 Prompt = tuple[int, ...]
@@ -83,7 +88,12 @@ class Tally:
 class RunningModels:
     """A ``memserve serve`` that can be killed and started anew at its port."""
 
-    def __init__(self, models: list[str], folder: Path, *flags: str) -> None:
+    def __init__(self, models: list[str], folder: Path, *flags: str, engine: EventServer | None = None) -> None:
+        """``engine``: a member beside the instance of ``one``, whose cache is empty from now on."""
+        self._engine = engine
+        if engine is not None:
+            engine.forget()
+            flags += ("--engine", f"{engine.option},model=one")
         self._state, self._port = folder, free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         words = [word for model in models for word in ("--model", model)]
@@ -93,14 +103,18 @@ class RunningModels:
 
     def start(self) -> None:
         """Returns when it is ready."""
-        self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._state.mkdir(exist_ok=True)
+        log = self._state / "log"
+        with log.open("ab") as stderr:
+            self.process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=stderr)
         wait_until(lambda: self.process.poll() is not None or self._is_well(), "the server is ready", START_S)
         if self.process.poll() is not None:
-            raise SystemExit(f"the server ended with {self.process.returncode}")
+            raise SystemExit(f"the server ended with {self.process.returncode}: {log.read_text()[-2000:]}")
 
     def _is_well(self) -> bool:
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            is_there = self._engine is None or 'instance="one-e1"' in httpx.get(f"{self.url}/metrics", timeout=5).text
+            return is_there and httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         return False
 
     def pids(self) -> dict[str, int]:
@@ -110,8 +124,11 @@ class RunningModels:
         return {name: child["pid"] for name, child in written}
 
     def kill(self, name: str) -> None:
-        """SIGKILL; ``owner``: the server itself, which is started anew."""
-        if name == "owner":
+        """SIGKILL; ``owner``: the server itself, which is started anew, as ``vllm`` is while others are killed."""
+        if name == "vllm" and self._engine is not None:
+            self._engine.kill()
+            threading.Thread(target=self._engine.start).start()
+        elif name == "owner":
             self.process.kill()
             self.process.wait()
             self.start()
@@ -190,14 +207,18 @@ def killing(server: RunningModels, names: list[str], kills: list[str]) -> Iterat
 
 
 def main() -> None:
-    args = options(__doc__, seconds=300.0)
+    args = options(__doc__, seconds=300.0, vllm=("", HELP["vllm"]))
     with tempfile.TemporaryDirectory(prefix="several-models-") as temporary, ExitStack() as stack:
         folder = Path(temporary)
         two = write_random_model(folder / "two", SIZES)
         models = {"one": f"one={DEFAULT_MODEL},colocated=1", "two": f"two={two},prefill=1,decode=1"}
         sessions = sessions_of(1)
         answers: dict[str, dict[Prompt, tuple[int, ...]]] = {name: {} for name in models}
-        rows, rates = [], {}
+        rows, rates, engines, kinds = [], {}, dict[str, EventServer](), [*KINDS]
+        if args.vllm:
+            engines["one"] = EventServer(args.vllm, bundled_model("float32"), folder=folder, name="one")
+            stack.enter_context(running(engines["one"]))
+            kinds += ["one-e1", "vllm"]
 
         def show_row(phase: str, name: str, tally: Tally) -> None:
             rows.append({
@@ -206,12 +227,12 @@ def main() -> None:
             })  # fmt: skip
 
         for name, text in models.items():
-            server, tally = RunningModels([text], folder / f"alone-{name}"), Tally()
+            server, tally = RunningModels([text], folder / f"alone-{name}", engine=engines.get(name)), Tally()
             run_sessions(server.url, name, sessions, answers[name], tally)
             server.end()
             rates[name] = tally.hit_rate
             show_row("alone", name, tally)
-        server = RunningModels([*models.values()], folder / "both", "--routers", "2")
+        server = RunningModels([*models.values()], folder / "both", "--routers", "2", engine=engines.get("one"))
         stack.callback(server.end)
         tallies = {name: Tally() for name in models}
 
@@ -228,7 +249,7 @@ def main() -> None:
         tallies = {name: Tally() for name in models}
         kills: list[str] = []
         until = time.monotonic() + args.seconds
-        with killing(server, ["one-c1", "two-p1", "router-2", "two-d1", "one-s1", "owner", "two-s1"], kills):
+        with killing(server, kinds, kills):
             while time.monotonic() < until:
                 run_both()
         for name, tally in tallies.items():

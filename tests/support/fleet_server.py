@@ -83,8 +83,8 @@ def fleet_server(
 
 
 def _with_picker(app: DrainedApp, host: FleetHost, port: int, tls: Tls | None, options: dict[str, Any]) -> DrainedApp:
-    from memserve.fleet.picker import Picker
-    from memserve.fleet.picker_server import PickerAddress, PickerServer, WithPicker
+    from memserve.fleet.gateway.picker import Picker
+    from memserve.fleet.gateway.server import PickerAddress, PickerServer, WithPicker
 
     picker = Picker(host, app.state.edge, KeyRing(options.get("api_keys", ())), options.get("silence_s", STEADY_S))
     return WithPicker(app, PickerServer(picker, PickerAddress("127.0.0.1", port, tls), 5.0))

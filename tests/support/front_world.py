@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,19 @@ import httpx
 from api_world import TinyModel, says
 from fake_engine import FakeEngine
 from memserve.api.app import create_app
-from memserve.api.front import ModelAdmin, ModelFront, ModelPart, ServerKeys
+from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.limits import Edge
 from memserve.api.http.server import Server, bind
 from memserve.api.metrics.http import ApiMetrics
+from memserve.api.model_table import ModelPart, ModelTable
 from memserve.api.sleeping import ModelSleep
+from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
+from memserve.fleet.app import create_fleet_app
+from memserve.fleet.beside import RelayedFleet, without_admission
+from memserve.fleet.host import FleetHost
+from memserve.fleet.messages import EngineSpec
 from memserve.system.secrets import Followed
 
 QUESTION = [{"role": "user", "content": "hello"}]
@@ -52,6 +58,7 @@ class Front:
     front: ModelFront
     server: Server
     host: AddedModels
+    relayed: RelayedFleet | None = None
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=30, **options)
@@ -65,12 +72,20 @@ class Front:
         ]
 
 
+def relayed_fleet(specs: Sequence[EngineSpec], edge: Edge, engines_key: str, **options: Any) -> RelayedFleet:
+    """Engines of other projects beside the models. ``engines_key``: they come and go with it; empty: they do not."""
+    host = FleetHost(specs, without_admission(ClusterConfig()))
+    keys = {name: options[name] for name in ("api_keys", "metrics_keys") if name in options}
+    return RelayedFleet(host, create_fleet_app(host, edge=edge, engines_key=engines_key or None, **keys))
+
+
 @contextmanager
 def running_front(
-    folder: Path | None = None, limits: EdgeConfig | None = None, admin_key: str = "", **options: Any
-) -> Iterator[Front]:
+    folder: Path | None = None, limits: EdgeConfig | None = None, admin_key: str = "",
+    specs: Sequence[EngineSpec] | None = None, engines_key: str = "", **options: Any,
+) -> Iterator[Front]:  # fmt: skip
     """Models ``one`` and ``two`` that say their names; afterwards nothing may be left in their engines. ``admin_key``:
-    further ones come and go, from a :class:`AddedModels`."""
+    further ones come and go, from a :class:`AddedModels`. ``specs``: with engines of other projects beside them."""
     limits, texts = limits or EdgeConfig(), {"one": "I am the first", "two": "I am the second"}
     edge = Edge(limits, ApiMetrics())
     engines = {name: FakeEngine(says(text)) for name, text in texts.items()}
@@ -84,7 +99,9 @@ def running_front(
     parts[1] = dataclasses.replace(parts[1], sleep=ModelSleep("two", None, host.instances.append))
     admin = ModelAdmin(host, Followed.of_constant(admin_key)) if admin_key else None
     keys = ServerKeys(options.get("api_keys", ()), options.get("metrics_keys", ()))
-    front = ModelFront(parts, edge, keys=keys, config=options.get("config"), batches_folder=folder, admin=admin)
+    relayed = None if specs is None else relayed_fleet(specs, edge, engines_key, **options)
+    table, config = ModelTable(parts, relayed), options.get("config")
+    front = ModelFront(table, edge, keys=keys, config=config, batches_folder=folder, admin=admin)
     listener, ready = bind("127.0.0.1", 0), threading.Event()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = Server(front, drain_s=5.0, on_ready=ready.set)
@@ -94,10 +111,13 @@ def running_front(
         stack.callback(lambda: [engine.close() for engine in engines.values()])
         assert ready.wait(20)
         try:
-            yield Front(url, engines, front, server, host)
+            yield Front(url, engines, front, server, host, relayed)
         finally:
             server.should_exit = True
             thread.join(20)
         assert not thread.is_alive() and server._hub.calls_open == 0
         assert edge.bodies.reserved_bytes == 0
         assert all(engine.requests_outstanding == 0 for engine in engines.values())
+        if relayed is not None:
+            assert relayed.host.requests_open == 0
+            relayed.host.machine.check_invariants()

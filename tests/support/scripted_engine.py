@@ -74,6 +74,14 @@ class ScriptedEngine:
     tokens: Callable[[dict[str, Any]], list[int]] | None = None
     asked: list[Asked] = field(default_factory=list)
     """Requests for answers."""
+    looks: int = 0
+    """How often it was asked for its models."""
+    pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    """Status and body by path, in the place of what it says itself."""
+    seen: set[str] = field(default_factory=set)
+    """All paths that it was asked for."""
+    close: Callable[[], None] = lambda: None
+    """Closes its port."""
 
     @property
     def name(self) -> str:
@@ -96,9 +104,14 @@ class ScriptedEngine:
             writer.close()
 
     async def _one(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
-        if asked.path == "/health":
+        self.seen.add(asked.path)
+        if asked.path in self.pages:
+            status, body = self.pages[asked.path]
+            writer.write(whole(status, body))
+        elif asked.path == "/health":
             await self.health(asked, writer) if self.health is not None else writer.write(whole(200, b""))
         elif asked.path == "/v1/models":
+            self.looks += 1
             cards = [{"id": name, "object": "model", "root": name} for name in self.models]
             writer.write(whole(200, json.dumps({"data": cards}).encode()))
         elif asked.path == "/metrics":
@@ -134,6 +147,7 @@ def scripted_engines(count: int) -> Iterator[list[ScriptedEngine]]:
             engine = ScriptedEngine()
             server = await asyncio.start_server(engine.answer, "127.0.0.1", 0)
             engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            engine.close = lambda server=server: loop.call_soon_threadsafe(server.close)
             started.append((engine, server))
         return started
 

@@ -197,7 +197,8 @@ class FixedPaths:
         await (fixed_app or self._app)(scope, receive, send)
 
 
-async def _no_application(scope: Scope, receive: Receive, send: Send) -> None:
+async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application of a path that leads nowhere. Raises :class:`HTTPException` 404."""
     raise HTTPException(404)
 
 
@@ -326,7 +327,7 @@ def create_app(
     closing.callback(encoder.close)
 
     generating = _generation_routes(shared, names, aliases, tokens, documents, config)
-    behind_guard = Guard(FixedPaths(_no_application, generating), keys, metrics)
+    behind_guard = Guard(FixedPaths(no_application, generating), keys, metrics)
     count_waiting = partial(_count_waiting, engine)
     batches, batch_routes = open_batches(batches_folder, edge, count_waiting, behind_guard, [metrics])
     prefix_routes = _named_prefixes(shared, names, documents)

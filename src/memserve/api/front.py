@@ -2,14 +2,15 @@
 
 A request goes to the model that it names: in its body, or with ``?model=`` in its address, as the dashboard does. One
 that names none is the first model's; if that does not know an id in the path, the others are asked. Models, health,
-metrics and load are those of all.
+metrics and load are those of all. Models of servers of other projects have one application together
+(:func:`memserve.fleet.app.create_fleet_app`), which hands requests on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,6 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.datastructures import State
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -28,15 +27,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.app import Application, BelowRoot
 from memserve.api.batches.routes import open_batches
+from memserve.api.front_pages import AllPages, json_page
 from memserve.api.http.config import ApiConfig
-from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
+from memserve.api.http.errors import ApiError, bad_request, shutting_down
 from memserve.api.http.limits import TENANT_KEY, Edge, header
 from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, send_error
-from memserve.api.http.server import Calls
-from memserve.api.metrics.http import is_of_process
-from memserve.api.openai.interfaces import ModelNames
-from memserve.api.openai.paths import Probes, TrailingSlashes
-from memserve.api.sleeping import ModelSleep
+from memserve.api.model_table import ModelPart, ModelTable
+from memserve.api.openai.paths import TrailingSlashes
 from memserve.base.config import DRAIN_S
 from memserve.base.errors import UserError
 from memserve.system.secrets import Followed
@@ -49,7 +46,8 @@ _BY_ID = (
 
 _NO_MODEL = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """What the router answers without the model's instances."""
-_ASLEEP = "asleep"
+_ENGINES = "/engines"
+"""Servers of other projects come and go below it."""
 _LOOK_S = 0.05
 
 
@@ -57,25 +55,6 @@ class _Named(msgspec.Struct):
     """What the front reads of a body."""
 
     model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """One model's application."""
-
-    name: str
-    app: Application
-    """Of :func:`memserve.api.app.create_app`, which leaves in its state what is used here."""
-    sleep: ModelSleep | None = None
-    """None: it is always awake."""
-    source: str = ""
-    """As it was configured."""
-
-    @property
-    def names(self) -> ModelNames:
-        """By which clients may ask for it."""
-        names: ModelNames = self.app.state.names
-        return names
 
 
 class ModelHost(Protocol):
@@ -111,8 +90,8 @@ class ModelAdmin:
 class _AllCalls:
     """The requests of all models, as a server sees them."""
 
-    def __init__(self, parts: Callable[[], Sequence[ModelPart]]) -> None:
-        self._parts, self._draining = parts, False
+    def __init__(self, table: ModelTable) -> None:
+        self._table, self._draining = table, False
 
     @property
     def draining(self) -> bool:
@@ -121,18 +100,15 @@ class _AllCalls:
     @draining.setter
     def draining(self, value: bool) -> None:
         self._draining = value
-        for hub in self._hubs():
+        for hub in self._table.hubs():
             hub.draining = value
 
     @property
     def calls_open(self) -> int:
-        return sum(hub.calls_open for hub in self._hubs())
+        return sum(hub.calls_open for hub in self._table.hubs())
 
     def end_all(self) -> int:
-        return sum(hub.end_all() for hub in self._hubs())
-
-    def _hubs(self) -> list[Calls]:
-        return [part.app.state.hub for part in self._parts()]
+        return sum(hub.end_all() for hub in self._table.hubs())
 
 
 class ModelFront:
@@ -140,7 +116,7 @@ class ModelFront:
 
     def __init__(
         self,
-        parts: Sequence[ModelPart],
+        table: ModelTable,
         edge: Edge,
         *,
         keys: ServerKeys | None = None,
@@ -148,21 +124,22 @@ class ModelFront:
         batches_folder: Path | None = None,
         admin: ModelAdmin | None = None,
     ) -> None:
-        """``parts``: the default first, each made with ``edge``. ``admin``: models come and go while the server runs.
+        """``table``: each of its applications made with ``edge``. ``admin``: models come and go while the server runs.
         The rest: as of :func:`memserve.api.app.create_app`."""
-        self.parts = list(parts)
+        self.table, self._admin, self._changing = table, admin, asyncio.Lock()
         self._running: dict[str, AsyncExitStack] = {}
-        self._admin, self._changing = admin, asyncio.Lock()
-        for part in parts:
-            part.app.state.feed.list_models = self.model_names
-        self.state = State({"hub": _AllCalls(lambda: self.parts), "edge": edge})
+        for app in table.applications():
+            app.state.feed.list_models = table.names
+        self.state = State({"hub": _AllCalls(table), "edge": edge})
         keys = keys or ServerKeys()
         self._edge, self._keys = edge, KeyRing(keys.api)
+        metrics = [part.app.state.metrics for part in table.parts]
         self._batches, batch_routes = open_batches(
-            batches_folder, edge, self._count_waiting, self._answer_line, [part.app.state.metrics for part in parts]
+            batches_folder, edge, table.count_waiting, self._answer_line, metrics
         )
         admin_routes = () if admin is None else _AdminRoutes(self, admin.key).routes()
-        routes = [*_AllPages(self, KeyRing(keys.metrics)).routes(), *batch_routes, *admin_routes]
+        pages = AllPages(table, self.state.hub, edge.metrics, KeyRing(keys.metrics))
+        routes = [*pages.routes(), *batch_routes, *admin_routes]
         all_pages = Application(routes, [Middleware(Guard, keys=self._keys, metrics=edge.metrics)])
         self._own_app: ASGIApp = TrailingSlashes(all_pages, routes)
         self._own_paths = [route.path_regex for route in routes]
@@ -176,45 +153,30 @@ class ModelFront:
         else:
             await self._app(scope, receive, send)
 
-    def model_names(self) -> list[str]:
-        """Of all models, the default first."""
-        return [part.name for part in self.parts]
-
-    def find_part(self, name: str) -> ModelPart | None:
-        """The model of a name that a client uses: its own, before another's alias or adapter. None: there is none."""
-        exact = (part for part in self.parts if part.name.casefold() == name.casefold())
-        return next(exact, None) or next((part for part in self.parts if name in part.names), None)
-
-    def unknown_model(self, name: str) -> ApiError:
-        """404, which says what there is."""
-        return model_not_found(name, ", ".join(self.model_names()))
-
     # -- where a request goes
 
     async def _route_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.parts[0].app(scope, receive, send)
+            await self.table.parts[0].app(scope, receive, send)
             return
-        path = scope["path"]
+        path, relayed = scope["path"], self.table.relayed
         if any(pattern.match(path.rstrip("/") or "/") for pattern in self._own_paths):
             await self._own_app(scope, receive, send)
+            return
+        if relayed is not None and f"{path}/".startswith(f"{_ENGINES}/"):
+            await relayed.app(scope, receive, send)
             return
         try:
             name, receive = await self._named_model(scope, receive)
             if name is None and path.startswith(_BY_ID):
                 await self._ask_in_turn(scope, receive, send)
+            elif relayed is not None and name is not None and self.table.is_relayed(name):
+                await relayed.app(scope, receive, send)
             else:
-                part = self._part_named(name)
+                part = self.table.part_named(name)
                 await _answer_awake(part, part.app, scope, receive, send)
         except ApiError as error:  # of the front itself: a model's application answers its own
             await send_error(scope, send, error)
-
-    def _part_named(self, name: str | None) -> ModelPart:
-        """The model that a request names; None: the default. Raises :class:`ApiError` 404."""
-        part = self.parts[0] if name is None else self.find_part(name)
-        if part is None:
-            raise self.unknown_model(name or "")
-        return part
 
     async def _named_model(self, scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
         """The model that a request names, and its body to be read again. Reads none of clients without a key."""
@@ -238,26 +200,30 @@ class ModelFront:
         return True
 
     async def _ask_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The first model that knows the id answers; if none does, the last one says so."""
+        """The first model that knows the id answers; if none does, the last own one says so."""
         body, receive = await _read_body(scope, receive, self._edge)
-        for part in self.parts[:-1]:
+        refusal = _HeldAnswer(send)
+        for app in self.table.applications():
             answer = _HeldAnswer(send)
-            await part.app(dict(scope), _replay(body, receive), answer.send)
+            await app(dict(scope), _replay(body, receive), answer.send)
             if not answer.is_unknown:
                 return
-        await self.parts[-1].app(scope, _replay(body, receive), send)
+            refusal = answer if app is self.table.parts[-1].app else refusal
+        for message in refusal.messages:
+            await send(message)
 
     async def _answer_line(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A line of a batch, which names its model."""
         try:
             body, receive = await _read_body(scope, receive, self._edge)
-            part = self._part_named(_model_in(body))
+            name, relayed = _model_in(body), self.table.relayed
+            if relayed is not None and name is not None and self.table.is_relayed(name):
+                await relayed.app.state.behind_guard(scope, receive, send)
+                return
+            part = self.table.part_named(name)
             await _answer_awake(part, part.app.state.behind_guard, scope, receive, send)
         except ApiError as error:
             await send_error(scope, send, error)
-
-    def _count_waiting(self) -> int:
-        return sum(part.app.state.count_waiting() for part in self.parts)
 
     # -- models that come and go
 
@@ -267,21 +233,21 @@ class ModelFront:
             if self._admin is None or self.state.hub.draining:
                 raise shutting_down()
             part = await asyncio.to_thread(self._admin.host.open_model, text)
-            part.app.state.feed.list_models = self.model_names
+            part.app.state.feed.list_models = self.table.names
             if self._batches is not None:
                 part.app.state.metrics.on_interactive_token = self._batches.note_interactive
             await self._start_part(part)
-            self.parts.append(part)
+            self.table.parts.append(part)
             return part
 
     async def remove_model(self, name: str) -> None:
         """Answer for it no more; what it has may end in its time. Raises :class:`ApiError`, and :class:`UserError` for
         the only model."""
         async with self._changing:
-            part = self._part_called(name)
-            if len(self.parts) == 1:
+            part = self.table.part_called(name)
+            if len(self.table.parts) == 1:
                 raise UserError(f"{name} is the only model", hint="add another one first, or end the server")
-            self.parts.remove(part)
+            self.table.parts.remove(part)
             drain_s = 0.0 if self._admin is None else self._admin.drain_s
             deadline, hub = time.monotonic() + drain_s, part.app.state.hub
             while hub.calls_open and time.monotonic() < deadline:
@@ -294,7 +260,7 @@ class ModelFront:
 
     async def set_asleep(self, name: str, is_asleep: bool) -> ModelPart:
         """Put a model to sleep, or wake it. Raises :class:`ApiError` 409 while requests are open."""
-        part = self._part_called(name)
+        part = self.table.part_called(name)
         if part.sleep is None:
             raise ApiError(
                 409, f"The model `{name}` cannot sleep: its instances are not this server's", code="no_sleep"
@@ -304,12 +270,6 @@ class ModelFront:
         elif not await part.sleep.fall_asleep():
             message = f"The model `{name}` cannot sleep: {part.sleep.requests_open} requests are open"
             raise ApiError(409, message, code="model_in_use")
-        return part
-
-    def _part_called(self, name: str) -> ModelPart:
-        part = next((part for part in self.parts if part.name == name), None)
-        if part is None:
-            raise self.unknown_model(name)
         return part
 
     # -- start and end
@@ -334,8 +294,11 @@ class ModelFront:
     @asynccontextmanager
     async def _lifespan(self) -> AsyncIterator[None]:
         try:
-            for part in self.parts:
+            for part in self.table.parts:
                 await self._start_part(part)
+            if self.table.relayed is not None:
+                stack, app = self._running.setdefault("", AsyncExitStack()), self.table.relayed.app
+                await stack.enter_async_context(app.router.lifespan_context(app))
             if self._batches is not None:
                 self._batches.start()
             yield
@@ -344,61 +307,6 @@ class ModelFront:
                 await self._batches.stop()
             for stack in reversed(self._running.values()):
                 await stack.aclose()
-
-
-class _AllPages:
-    """The routes that speak of all models."""
-
-    def __init__(self, front: ModelFront, metrics_keys: KeyRing) -> None:
-        self._front, self._metrics_keys = front, metrics_keys
-
-    def routes(self) -> list[Route]:
-        """All of them."""
-        probes = Probes(self.check_health, lambda: self._front.state.hub.calls_open, self._metrics_keys).routes()
-        return [
-            Route("/v1/models", self.list_models),
-            Route("/v1/models/{name:path}", self.get_model),
-            Route("/health", self.check_health),
-            Route("/metrics", self.get_metrics),
-            *(route for route in probes if route.path in ("/ping", "/load")),
-        ]
-
-    async def list_models(self, request: Request) -> Response:
-        """``GET /v1/models``."""
-        cards = [card for part in self._front.parts for card in part.app.state.pages.model_cards()]
-        return _json({"object": "list", "data": cards})
-
-    async def get_model(self, request: Request) -> Response:
-        """``GET /v1/models/{id}``."""
-        name = request.path_params["name"]
-        part = self._front.find_part(name)
-        if part is None:
-            raise self._front.unknown_model(name)
-        answer: Response = await part.app.state.pages.get_model(request)
-        return answer
-
-    async def check_health(self, request: Request) -> Response:
-        """``GET /health``: 200 while one of the models can be asked; says which."""
-        if self._front.state.hub.draining:
-            raise shutting_down()
-        states = {part.name: await part_state(part) for part in self._front.parts}
-        is_ok = not {"ok", _ASLEEP}.isdisjoint(states.values())
-        return _json({"status": "ok" if is_ok else "no model answers", "models": states}, 200 if is_ok else 503)
-
-    async def get_metrics(self, request: Request) -> Response:
-        """``GET /metrics``: of each model with its name as a label; of the process once."""
-        self._metrics_keys.tenant_of(request.headers.get("authorization"))
-        names_tenants = not self._metrics_keys.is_open
-        metrics = self._front.state.edge.metrics
-        metrics.read_process()
-        by_name = {metric.name: metric for metric in metrics.registry.collect() if is_of_process(metric)}
-        for part in self._front.parts:
-            stats = await part.app.state.pages.engine_stats()
-            for registry in part.app.state.metrics.registries(stats, names_tenants=names_tenants):
-                _add_families(by_name, registry, part.name)
-        registry = CollectorRegistry()
-        registry.register(_Families([*by_name.values(), *_sleep_families(self._front.parts)]))
-        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 class _AdminRoutes:
@@ -421,7 +329,7 @@ class _AdminRoutes:
     async def list_states(self, request: Request) -> Response:
         """``GET /models``."""
         self._check_key(request)
-        return _json({"models": [await _model_state(part) for part in self._front.parts]})
+        return json_page({"models": [await _model_state(part) for part in self._front.table.parts]})
 
     async def add_model(self, request: Request) -> Response:
         """``POST /models`` with ``{"model": "NAME=PATH[,option=value...]"}``."""
@@ -429,56 +337,32 @@ class _AdminRoutes:
         text = _model_in(await request.body())
         if not text:
             raise bad_request("'model' says what to add: NAME=PATH[,option=value...]", "model")
-        return _json(await _model_state(await self._front.add_model(text)))
+        return json_page(await _model_state(await self._front.add_model(text)))
 
     async def remove_model(self, request: Request) -> Response:
         """``DELETE /models/{name}``."""
         self._check_key(request)
         await self._front.remove_model(request.path_params["name"])
-        return _json({"name": request.path_params["name"], "removed": True})
+        return json_page({"name": request.path_params["name"], "removed": True})
 
     async def put_to_sleep(self, request: Request) -> Response:
         """``POST /models/{name}/sleep``."""
         self._check_key(request)
-        return _json(await _model_state(await self._front.set_asleep(request.path_params["name"], True)))
+        return json_page(await _model_state(await self._front.set_asleep(request.path_params["name"], True)))
 
     async def wake_up(self, request: Request) -> Response:
         """``POST /models/{name}/wake``."""
         self._check_key(request)
-        return _json(await _model_state(await self._front.set_asleep(request.path_params["name"], False)))
+        return json_page(await _model_state(await self._front.set_asleep(request.path_params["name"], False)))
 
     def _check_key(self, request: Request) -> None:
         self._keys.tenant_of(request.headers.get("authorization"))
 
 
-async def part_state(part: ModelPart) -> str:
-    """``ok``, ``asleep``, or why no request could run."""
-    if part.sleep is not None and part.sleep.is_asleep:
-        return _ASLEEP
-    state: str = await part.app.state.pages.state_text()
-    return state
-
-
 async def _model_state(part: ModelPart) -> dict[str, Any]:
     waking = {} if part.sleep is None else {"wakes": part.sleep.wakes, "wake_s": round(part.sleep.wake_s, 3)}
-    calls_open = part.app.state.hub.calls_open
-    return {"name": part.name, "source": part.source, "state": await part_state(part), "requests": calls_open, **waking}
-
-
-def _sleep_families(parts: Sequence[ModelPart]) -> list[Metric]:
-    asleep = GaugeMetricFamily(
-        "memserve_model_asleep", "1 while the model sleeps: its instances have ended", labels=["model"]
-    )
-    wakes = CounterMetricFamily("memserve_model_wakes", "Times that the model was woken by a request", labels=["model"])
-    seconds = GaugeMetricFamily(
-        "memserve_model_wake_seconds", "Seconds that the model took to wake last", labels=["model"]
-    )
-    for part in parts:
-        if part.sleep is not None:
-            asleep.add_metric([part.name], float(part.sleep.is_asleep))
-            wakes.add_metric([part.name], part.sleep.wakes)
-            seconds.add_metric([part.name], part.sleep.wake_s)
-    return [asleep, wakes, seconds]
+    requests = {"requests": part.app.state.hub.calls_open, **waking}
+    return {"name": part.name, "source": part.source, "state": await part.state_text(), **requests}
 
 
 async def _answer_awake(part: ModelPart, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -505,40 +389,20 @@ def _send_waking(send: Send, waited_s: float) -> Send:
     return send_with_time
 
 
-class _Families:
-    """Families that were collected already."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def describe(self) -> list[Metric]:
-        """Empty: nothing is checked against other collectors, of which there are none."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """All of them."""
-        yield from self._families
-
-
-def _add_families(by_name: dict[str, Metric], registry: CollectorRegistry, model: str) -> None:
-    for metric in registry.collect():
-        if is_of_process(metric):
-            continue
-        family = by_name.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-        family.samples += [sample._replace(labels={"model": model, **sample.labels}) for sample in metric.samples]
-
-
 class _HeldAnswer:
-    """Passes an answer on, unless it says that nothing of that name is known."""
+    """Passes an answer on, unless it says that nothing of that name is known: that is held."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.is_unknown = send, False
+        self.messages: list[Message] = []
 
     async def send(self, message: Message) -> None:
         """As of ASGI."""
         if message["type"] == "http.response.start" and message["status"] == 404:
             self.is_unknown = True
-        if not self.is_unknown:
+        if self.is_unknown:
+            self.messages.append(message)
+        else:
             await self._send(message)
 
 
@@ -576,7 +440,3 @@ def _model_in(body: bytes) -> str | None:
         return msgspec.json.decode(body, type=_Named).model
     except (msgspec.MsgspecError, ValueError, RecursionError):  # the model's application says what is wrong
         return None
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

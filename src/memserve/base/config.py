@@ -39,7 +39,7 @@ from memserve.base.types import (
     TransferPolicy,
     check_kv_codec,
 )
-from memserve.base.units import MIB, NS_PER_S
+from memserve.base.units import MIB, NS_PER_MS, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
@@ -234,6 +234,9 @@ class ExchangeConfig:
     """Answers with an ``Idempotency-Key`` are kept for the next router for this long after their end here."""
     kept_answer_bytes: int = 32 * MIB
     """Memory of all kept answers; above it the oldest are dropped."""
+    room_wait_ns: int = 100 * NS_PER_MS
+    """KV of a peer that no request here waits for waits so long for room, then it is refused: blocks come free within
+    some steps, or not before others have those that the peer holds for it. 0: until the peer's lease ends."""
 
     def __post_init__(self) -> None:
         for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight", "kept_answer_ns"):

@@ -7,7 +7,7 @@ serves: options, each declared once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -147,6 +147,8 @@ class Followers:
     """Of ``memserve router``, but for the owner's address."""
     keys: Mapping[str, object] = field(default_factory=dict, repr=False)
     """What no command line may show."""
+    on_start: Callable[[], None] = lambda: None
+    """Called before any is started, when the folder of the metadata is this process's."""
 
 
 SYNCS = ("none", "segment", "always")

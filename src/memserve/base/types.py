@@ -99,7 +99,14 @@ class TransferPolicy(enum.StrEnum):
     @property
     def mode(self) -> TransferMode | None:
         """That of all requests. None: each has its own."""
-        return None if self is TransferPolicy.AUTO else TransferMode(self.value)
+        return _MODES[self]
+
+
+#: to make a member of its value takes longer than all that a request asks of it
+_MODES: dict[TransferPolicy, TransferMode | None] = {
+    TransferPolicy.AUTO: None,
+    **{TransferPolicy(mode.value): mode for mode in TransferMode},
+}
 
 
 class Caching(enum.StrEnum):

@@ -84,11 +84,14 @@ def examine_cluster(url: str, key: str | None, expected: dict[Role, int]) -> Ite
 
 def _examine_model(snapshot: dict[str, Any], expected: dict[Role, int]) -> Iterator[Finding]:
     samples = Samples(snapshot)
+    if engines := samples.labelled_rows("fleet_engine_up"):
+        yield from _engines(engines)
+        return
     if not samples.total("engine_up"):
         yield Finding("router", Status.FAIL, "the machine behind the API does not answer", "read its log; restart it")
         return
     if not samples.has_metric("router_instances"):
-        yield Finding("members", Status.OK, "none: one engine without a cluster (--in-process), or a fleet of others")
+        yield Finding("members", Status.OK, "none: one engine without a cluster (--in-process)")
         return
     yield from _members(snapshot["members"], samples, expected)
     yield from _metadata(samples)
@@ -162,6 +165,15 @@ def _clock(router_s: float, sent_s: float, answered_s: float) -> Finding:
         return Finding("clock", Status.OK, "that of the router, as far as this can be seen")
     hint = "let NTP keep the clocks: an instance with a late clock may be taken for an earlier life of itself"
     return Finding("clock", Status.WARN, f"the router's clock and this one differ by {off_s:,.1f} s", hint)
+
+
+def _engines(engines: list[tuple[dict[str, str], float]]) -> Iterator[Finding]:
+    """Of servers of other projects (``--engine``): which take requests."""
+    down = [labels["engine"] for labels, is_up in engines if not is_up]
+    text = f"{len(engines) - len(down)} of {len(engines)} take requests"
+    yield Finding("engines", Status.OK if len(down) < len(engines) else Status.FAIL, text, None)
+    for name in down:
+        yield Finding(name, Status.WARN, "it takes no requests", "does it run, and is its /health 200?")
 
 
 def _members(members: list[dict[str, str]], samples: Samples, expected: dict[Role, int]) -> Iterator[Finding]:

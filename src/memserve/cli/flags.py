@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 import typer
 
 from memserve.api.http.config import ApiConfig, EdgeConfig, ServerConfig
-from memserve.base.config import EngineOptions
+from memserve.base.config import ClusterConfig, EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.options import Option, contradiction, options_of, with_values
 from memserve.base.types import LINKS
+from memserve.fleet.messages import FleetOptions
 from memserve.system.secrets import GivenKeys
 
 if TYPE_CHECKING:
@@ -51,6 +52,22 @@ LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '
 
 
 @dataclass(frozen=True, slots=True)
+class EnginesBeside:
+    """Servers of other projects beside own models, behind one HTTP server."""
+
+    fleet: FleetOptions
+    config: ClusterConfig
+    """Of the own models' routers; its admission is theirs alone."""
+    file: Path | None = None
+    """Which engines there are: the owner of several routers writes it, and the others read it. None: there is one
+    router."""
+    router: str = ""
+    """The name of a router beside the owner. Empty: it is the owner."""
+    owner_url: str = ""
+    """Where the owner answers, at which engines join and leave."""
+
+
+@dataclass(frozen=True, slots=True)
 class HttpOptions:
     """The HTTP server: where it listens and how it answers, its keys, and its limits."""
 
@@ -61,6 +78,8 @@ class HttpOptions:
     """None: plain HTTP."""
     limits: EdgeConfig
     api: ApiConfig = field(default_factory=ApiConfig)
+    beside: EnginesBeside | None = None
+    """None: it answers for own models alone."""
 
     def api_url(self, port: int) -> str:
         """Where clients of this host find the API; ``port`` is the one that listens."""

@@ -19,17 +19,16 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from memserve.api.app import request_log
+from memserve.api.app import Application, FixedPaths, no_application, request_log
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import Edge
-from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_error
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.paths import Probes, TrailingSlashes, redirect_to_owner
@@ -39,7 +38,7 @@ from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
 from memserve.api.ui.timelines import Timelines, Watch
 from memserve.fleet.host import FleetHost
 from memserve.fleet.messages import EngineView, read_engine
-from memserve.fleet.relay import Relay
+from memserve.fleet.relay import RELAYED_PATHS, Relay
 from memserve.router.placement.prefix_directory import PrefixNode
 from memserve.router.report import AdmissionStats
 from memserve.system.secrets import Followed
@@ -68,7 +67,7 @@ class EngineRoutes:
         return [
             Route("/engines", self.list_engines, methods=["GET"]),
             Route("/engines", self.join_engine, methods=["POST"]),
-            Route("/engines/{name}", self.remove_engine, methods=["DELETE"]),
+            Route("/engines/{name:path}", self.remove_engine, methods=["DELETE"]),
         ]
 
     def _check_key(self, request: Request) -> None:
@@ -205,7 +204,7 @@ class FleetSource:
     @property
     def model(self) -> str:
         """The first name under which requests may ask; empty while no engine has answered."""
-        return next(iter(self._host.machine.engines_by_model()), "")
+        return next(iter(self._host.engines_by_model()), "")
 
     async def read_snapshot(self) -> SnapshotReading:
         """The machine lives in this loop: nothing is waited for."""
@@ -230,15 +229,17 @@ class _Pages:
     def _model_card(self, name: str) -> dict[str, object]:
         return {"id": name, "object": "model", "created": self._created_s, "owned_by": "memserve"}
 
+    def model_cards(self) -> list[dict[str, object]]:
+        """Of all engines."""
+        return [self._model_card(name) for name in self._host.engines_by_model()]
+
     async def list_models(self, request: Request) -> Response:
-        """``GET /v1/models``: of all engines."""
-        return _json(
-            {"object": "list", "data": [self._model_card(name) for name in self._host.machine.engines_by_model()]}
-        )
+        """``GET /v1/models``."""
+        return _json({"object": "list", "data": self.model_cards()})
 
     async def show_model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
-        name, models = request.path_params["name"], self._host.machine.engines_by_model()
+        name, models = request.path_params["name"], self._host.engines_by_model()
         if name not in models:
             raise model_not_found(name, ", ".join(models))
         return _json(self._model_card(name))
@@ -255,11 +256,15 @@ class _Pages:
     async def show_metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form."""
         self._metrics_keys.tenant_of(request.headers.get("authorization"))
+        self._metrics.read_process()
+        page = b"".join(map(generate_latest, self.registries()))
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def registries(self) -> list[CollectorRegistry]:
+        """What it shows."""
         registry = CollectorRegistry()
         registry.register(FleetSnapshot(self._host.machine.engine_views(), self._host.machine.admission_stats()))
-        self._metrics.read_process()
-        page = generate_latest(self._metrics.registry) + generate_latest(registry)
-        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return [self._metrics.registry, registry]
 
 
 def _json(value: object, status: int = 200) -> Response:
@@ -274,15 +279,17 @@ def create_fleet_app(
     engines_key: str | Followed[str] | None = None,
     limits: EdgeConfig | None = None,
     silence_s: float = SILENCE_S,
-) -> Starlette:
+    edge: Edge | None = None,
+) -> Application:
     """The OpenAI API in front of the engines of ``host``, which starts and ends with it.
 
     ``engines_key``: with it engines join and leave; ``None``: they do not. ``silence_s``: seconds that an engine may
-    say nothing in the middle of a request. Raises :class:`UserError` for malformed keys.
+    say nothing in the middle of a request. ``edge``: of the server, where several applications share it; ``None``: its
+    own, with ``limits``. Raises :class:`UserError` for malformed keys.
     """
     limits = limits or EdgeConfig()
-    metrics = ApiMetrics()
-    edge, keys = Edge(limits, metrics), KeyRing(api_keys)
+    metrics, keys = ApiMetrics(), KeyRing(api_keys)
+    edge = edge or Edge(limits, metrics)
     relay = Relay(host, edge, metrics, silence_s, not keys.is_open)
     operators, timelines = KeyRing(metrics_keys), Timelines("")
     pages = _Pages(host, relay, metrics, operators)
@@ -300,9 +307,10 @@ def create_fleet_app(
             finally:
                 await host.close()
 
+    relayed = [Route(path, relay, methods=["POST"]) for path in RELAYED_PATHS]
     routes = [
-        Route("/v1/completions", relay, methods=["POST"]),
-        Route("/v1/chat/completions", relay, methods=["POST"]),
+        *relayed,
+        Route("/v1/responses/{name:path}", relay.find_response, methods=["GET", "POST", "DELETE"]),
         Route("/v1/models", pages.list_models),
         Route("/v1/models/{name:path}", pages.show_model),
         Route("/health", pages.show_health),
@@ -311,18 +319,14 @@ def create_fleet_app(
         *EngineRoutes(host, engines_key).routes(),
         *dashboard.routes(),
     ]
-    app = Starlette(
-        routes=routes,
-        middleware=[
-            Middleware(TrailingSlashes, routes=routes),
-            *request_log(limits.log_requests, "", closing),
-            Middleware(Watch, timelines=timelines),
-            Middleware(Cors, origins=limits.cors_origins),
-            Middleware(Guard, keys=keys, metrics=metrics),
-        ],
-        exception_handlers={HTTPException: on_http_error},
-        lifespan=lifespan,
-    )
-    app.router.redirect_slashes = False
-    app.state.hub, app.state.edge = relay, edge
+    layers = [
+        Middleware(TrailingSlashes, routes=routes),
+        *request_log(limits.log_requests, "", closing),
+        Middleware(Watch, timelines=timelines),
+        Middleware(Cors, origins=limits.cors_origins),
+        Middleware(Guard, keys=keys, metrics=metrics),
+    ]
+    app = Application(routes, layers, lifespan)
+    app.state.hub, app.state.edge, app.state.metrics, app.state.feed = relay, edge, metrics, feed
+    app.state.pages, app.state.behind_guard = pages, Guard(FixedPaths(no_application, relayed), keys, metrics)
     return app

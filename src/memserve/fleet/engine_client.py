@@ -9,6 +9,7 @@ import math
 import re
 import ssl
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -60,18 +61,35 @@ class EngineClient:
 
     async def read_report(self, spec: EngineSpec) -> EngineReport:
         """What it says of itself. Raises :class:`HttpFault` where it is not well."""
-        status, _ = await self.fetch_page(spec, "GET", "/health", b"", LOOK_S)
-        if status != 200:
-            raise HttpFault(f"its /health says {status}", refuses=True)
-        status, body = await self.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
-        if status != 200:
-            raise HttpFault(f"its /v1/models says {status}", refuses=True)
-        models = models_of(body)
+        if spec.kind is not EngineKind.OPENAI:  # of which nothing but its models is known
+            await self._read_page(spec, "/health")
+        models = models_of(await self._read_page(spec, "/v1/models"))
         try:
+            if spec.kind is EngineKind.OPENAI:
+                return EngineReport(models)
+            if spec.kind is EngineKind.LLAMACPP:
+                return await self._read_slots(spec, models)
             status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
         except HttpFault:  # what it says about its load is of use, but not needed
             return EngineReport(models)
         return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
+
+    async def _read_slots(self, spec: EngineSpec, models: dict[str, str]) -> EngineReport:
+        """Of llama.cpp: from its metrics where it shows them (``--metrics``), else from its slots."""
+        status, body = await self.fetch_page(spec, "GET", "/metrics", b"", LOOK_S)
+        report = report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
+        if report.running is None:
+            status, body = await self.fetch_page(spec, "GET", "/slots", b"", LOOK_S)
+            report = replace(report, running=busy_slots(body) if status == 200 else None)
+        status, body = await self.fetch_page(spec, "GET", "/props", b"", LOOK_S)
+        return replace(report, kv_tokens=slot_tokens(body) if status == 200 else 0)
+
+    async def _read_page(self, spec: EngineSpec, path: str) -> bytes:
+        """Raises :class:`HttpFault` for a page without which it cannot be used."""
+        status, body = await self.fetch_page(spec, "GET", path, b"", LOOK_S)
+        if status != 200:
+            raise HttpFault(f"its {path} says {status}", refuses=True)
+        return body
 
     async def fetch_page(
         self, spec: EngineSpec, method: str, path: str, body: bytes, deadline_s: float
@@ -83,7 +101,7 @@ class EngineClient:
         call = HttpCall(spec.url, self.tls)
         try:
             async with asyncio.timeout(deadline_s):
-                await call.send_request(method, path, headers, body, deadline_s)
+                await call.send_request(method, spec.base_path + path, headers, body, deadline_s)
                 return call.status, await call.read_body(PAGE_BYTES_MAX, deadline_s)
         except TimeoutError:
             raise HttpFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
@@ -180,6 +198,36 @@ def report_of(kind: EngineKind, models: dict[str, str], page: str) -> EngineRepo
         kv_tokens or int(sum(samples.get("sglang:max_total_num_tokens", []))),
         max(samples.get("process_start_time_seconds", [0.0])),
     )
+
+
+class _Slot(msgspec.Struct):
+    is_processing: bool = False
+
+
+class _Settings(msgspec.Struct):
+    n_ctx: int = 0
+
+
+class _Props(msgspec.Struct):
+    total_slots: int = 0
+    default_generation_settings: _Settings = msgspec.field(default_factory=_Settings)
+
+
+def busy_slots(body: bytes) -> int | None:
+    """llama.cpp's ``/slots``: how many compute. None: it says something else."""
+    try:
+        return sum(slot.is_processing for slot in msgspec.json.decode(body, type=list[_Slot]))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def slot_tokens(body: bytes) -> int:
+    """llama.cpp's ``/props``: tokens that all its slots hold. 0: it does not say."""
+    try:
+        props = msgspec.json.decode(body, type=_Props)
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    return max(0, props.total_slots * props.default_generation_settings.n_ctx)
 
 
 def _cache_tokens(labels: dict[str, str]) -> int:

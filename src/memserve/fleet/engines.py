@@ -1,8 +1,13 @@
-"""The engines of a fleet: which are well, how busy they are, and what they have cached."""
+"""The engines of a fleet: which are well, how busy they are, what they have cached, and which may do what.
+
+vLLM's engines with roles do the parts of a request one after the other: one computes the prompt, and then another one,
+or the same, answers; each can answer alone. SGLang's do both at the same time: the one that answers is sent the request
+together with the one that computes its prompt, and waits for that; neither answers alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from memserve.base.config import ClusterConfig
@@ -215,21 +220,36 @@ class Engines:
             self._act(RequestReplay(engine.name, first))
 
 
-def team_of(engines: list[FleetEngine], *, splits: bool, is_computed: bool) -> list[FleetEngine]:
-    """Those of ``engines`` (not empty) that may do the next part of a request. ``splits``: its prompt is worth a second
-    engine; ``is_computed``: it was computed already.
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Engines of which one is chosen; none: no engine that is there can do it."""
 
-    Only engines that decode for others are known to read what those have computed; while there are none, others do
-    both parts, at last also those that else compute alone."""
-    prefill, decode, colocated = (
-        [engine for engine in engines if engine.spec.role is role]
-        for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED)
-    )
+    engines: Sequence[FleetEngine]
+    answering: Sequence[FleetEngine] = ()
+    """Not empty: the chosen one computes the prompt, and one of these answers."""
+
+
+def team_of(engines: Sequence[FleetEngine], *, splits: bool, is_computed: bool) -> Team:
+    """Those of ``engines`` that may do the next part. ``splits``: the prompt is worth a second engine; ``is_computed``:
+    it was computed already.
+
+    Of engines that need not be two, only those that decode for others are known to read what those have computed;
+    while there are none, others do both parts, at last also those that else compute alone."""
+    pairing = [engine for engine in engines if engine.spec.computes_in_pairs]
+    single = [engine for engine in engines if not engine.spec.computes_in_pairs]
+    computing, answering = _of_role(pairing, Role.PREFILL), _of_role(pairing, Role.DECODE)
+    if computing and answering and (splits or not single):
+        return Team(computing, answering)
+    prefill, decode = _of_role(single, Role.PREFILL), _of_role(single, Role.DECODE)
     if splits and prefill and decode:
-        return prefill
+        return Team(prefill)
     if is_computed and decode:
-        return decode
-    return decode + colocated or prefill
+        return Team(decode)
+    return Team(decode + _of_role(single, Role.COLOCATED) or prefill)
+
+
+def _of_role(engines: Sequence[FleetEngine], role: Role) -> list[FleetEngine]:
+    return [engine for engine in engines if engine.spec.role is role]
 
 
 def _load_of(report: EngineReport, running: int) -> Load:

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from memserve.api.http.client import HttpCall, HttpFault
 from memserve.base.config import ClusterConfig
@@ -21,6 +22,7 @@ from memserve.fleet.messages import (
     EngineAnswered,
     EngineGone,
     EngineJoined,
+    EngineKind,
     EngineLeft,
     EngineMissed,
     EngineReport,
@@ -52,16 +54,18 @@ class Ticket:
         self._decisions: asyncio.Queue[Decision | None] = asyncio.Queue()
         #: why it needs no answer any more: its client left, or the server ends; ``None``: it does
         self.end_error: Exception | None = None
-        #: the attempt that is under way
-        self.call: HttpCall | None = None
+        #: the attempt that is under way, and that of the engine that computes its prompt at the same time; by engine
+        self.calls: dict[str, HttpCall] = {}
+        #: what waits for them besides the request itself
+        self.tasks: list[asyncio.Task[Any]] = []
         #: of an attempt that a gateway has under way: the engine, and when bytes came from it last
         self.engine, self.last_seen_ns = "", 0
 
-    def last_heard_ns(self, spec: EngineSpec) -> int:
+    def last_heard_ns(self, engine: str) -> int:
         """When bytes came last from this engine; 0: it has no part in the request, or none have come."""
-        if self.call is not None and self.call.url == spec.url:
-            return self.call.last_seen_ns
-        return self.last_seen_ns if self.engine == spec.name else 0
+        if engine in self.calls:
+            return self.calls[engine].last_seen_ns
+        return self.last_seen_ns if self.engine == engine else 0
 
     async def next_decision(self) -> Decision:
         """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end_request` was
@@ -78,11 +82,27 @@ class Ticket:
         """Wait for nothing any more, because of ``error``."""
         self.end_error = self.end_error or error
         self._decisions.put_nowait(None)
-        self.abort_attempt(str(error))
+        for call in self.calls.values():
+            call.abort_call(str(error))
 
-    def abort_attempt(self, reason: str) -> None:
-        if self.call is not None:
-            self.call.abort_call(reason)
+    def abort_attempt(self, engine: str, reason: str) -> None:
+        if engine in self.calls:
+            self.calls[engine].abort_call(reason)
+
+    def close_calls(self) -> None:
+        """Give up what is under way."""
+        for task in self.tasks:
+            task.cancel()
+            task.add_done_callback(_drop_result)
+        for call in self.calls.values():
+            call.close()
+        self.calls.clear()
+        self.tasks.clear()
+
+
+def _drop_result(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 class FleetHost:
@@ -114,6 +134,9 @@ class FleetHost:
         self.owner_url: str | None = None
         #: called with the engines that there are to be, when one has joined or leaves
         self.on_engines_changed: Callable[[Sequence[EngineSpec]], None] = lambda specs: None
+        #: what this server calls a model of its own that would be asked by this name, in the place of an engine's
+        self.find_own: Callable[[str], str | None] = lambda name: None
+        self._hidden = set[tuple[str, str]]()
 
     @property
     def engine_key(self) -> str | None:
@@ -180,6 +203,24 @@ class FleetHost:
             self._timer.cancel()
         self.client.close()
 
+    # -- models
+
+    def engines_by_model(self) -> dict[str, list[str]]:
+        """Every model that is asked of an engine, with the engines that have it and take requests."""
+        by_model = self.machine.engines_by_model()
+        return {name: engines for name, engines in by_model.items() if self.find_own(name) is None}
+
+    def _note_hidden(self, engine: str, models: Iterable[str]) -> None:
+        """Say once of each model of ``engine`` that it is not asked for."""
+        for model in models:
+            own_name = self.find_own(model)
+            if own_name is not None and (engine, model) not in self._hidden:
+                self._hidden.add((engine, model))
+                text = (
+                    "engine %s has a model %s, and this server its own, %s: that one answers, the engine's is not asked"
+                )
+                log.warning(text, engine, model, own_name)
+
     # -- requests
 
     @property
@@ -226,7 +267,7 @@ class FleetHost:
         if ticket is None:
             return
         if isinstance(action, Abort):
-            ticket.abort_attempt(action.reason)
+            ticket.abort_attempt(action.engine, action.reason)
         else:
             ticket.put_decision(action)
 
@@ -243,7 +284,7 @@ class FleetHost:
 
     async def _poll_regularly(self, spec: EngineSpec) -> None:
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S * (2 if spec.kind is EngineKind.OPENAI else 1))
             await self._poll_engine(spec)
 
     async def _poll_engine(self, spec: EngineSpec) -> None:
@@ -255,7 +296,8 @@ class FleetHost:
         if self.specs.get(spec.name) is not spec:
             return
         if isinstance(report, HttpFault):
-            last_seen_ns = max((ticket.last_heard_ns(spec) for ticket in self._tickets.values()), default=0)
+            last_seen_ns = max((ticket.last_heard_ns(spec.name) for ticket in self._tickets.values()), default=0)
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
             self.post_event(EngineAnswered(spec.name, report))
+            self._note_hidden(spec.name, report.models)

@@ -11,14 +11,17 @@ asking, KV events of other engines (``fleet.kv_feed``), and attempts that can be
       rejected           +-----+ AttemptFailed: another engine, as long as there is one; then GiveUp
 
 Where engines have roles, a long prompt that none has cached is computed first by one of ``role=prefill``
-(``PromptComputed``); that it could not be does not matter: the engine that answers computes it itself.
+(``PromptComputed``); that it could not be does not matter: the engine that answers computes it itself. Of engines that
+answer in pairs, both are under way at the same time; if one fails, the attempt has, and the other may be tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import structs
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check, refuse_event
@@ -82,6 +85,9 @@ class _Entry:
     """``engine`` computes its prompt, for another one to answer."""
     is_computed: bool = False
     """An engine has."""
+    partner: FleetEngine | None = None
+    """Computes the prompt for ``engine``, which waits for it; ``None``: none does, or it has."""
+    partner_charge: Charge | None = None
     identities: dict[int, bytes] = field(default_factory=dict)
     """Of its prompt's blocks, by engine; only while it is placed."""
 
@@ -95,7 +101,8 @@ class _Entry:
         arrival = self.arrival
         has_model = arrival.model in engine.report.models or not arrival.model
         is_allowed = arrival.engines is None or engine.name in arrival.engines
-        return has_model and is_allowed and engine.name not in self.failures
+        is_able = not (arrival.is_handed_out and engine.spec.computes_in_pairs)  # a gateway asks one engine at a time
+        return has_model and is_allowed and is_able and engine.name not in self.failures
 
 
 class Fleet:
@@ -128,7 +135,7 @@ class Fleet:
         return {
             PromptArrived: self._on_prompt_arrived,
             PromptComputed: lambda event, now_ns: self._on_prompt_computed(event.request_id, now_ns),
-            AnswerBegan: lambda event, _: self._on_answer_began(event.request_id),
+            AnswerBegan: lambda event, now_ns: self._on_answer_began(event.request_id, now_ns),
             AnswerEnded: self._on_answer_ended,
             AttemptFailed: self._on_attempt_failed,
             AnsweredElsewhere: self._on_answered_elsewhere,
@@ -207,12 +214,18 @@ class Fleet:
         cached = max(candidate.matched_tokens for candidate in candidates.values())
         splits = entry.may_split and len(request.prompt) - cached >= self._prefill_tokens
         team = team_of(engines, splits=splits, is_computed=entry.is_computed)
-        route = self._decide(ask, [candidates[engine.name] for engine in team], ())
-        target = next(engine for engine in team if engine.number == route.first.number)
-        entry.is_computing = target.spec.role is Role.PREFILL and len(team) < len(engines)
-        fallbacks = self._rank_fallbacks(entry, ask, [candidates[e.name] for e in team if e is not target])
+        if not team.engines:
+            self._fail_request(entry, now_ns)
+            return
+        route = self._decide(ask, [candidates[engine.name] for engine in team.engines], ())
+        target = next(engine for engine in team.engines if engine.number == route.first.number)
+        is_only = len(team.engines) == len(engines)
+        entry.is_computing = not team.answering and target.spec.role is Role.PREFILL and not is_only
+        fallbacks = self._rank_fallbacks(entry, ask, [candidates[e.name] for e in team.engines if e is not target])
         self._charge_attempt(entry, target, route.first, now_ns)
-        self._actions.append(self._attempt_action(entry, target.name, route, fallbacks))
+        if team.answering:
+            self._add_answering(entry, [candidates[engine.name] for engine in team.answering], team.answering, ask)
+        self._actions.append(self._attempt_action(entry, route, fallbacks))
 
     def _candidates_of(self, entry: _Entry, engines: list[FleetEngine]) -> dict[str, Candidate]:
         """``engines`` by name, as the policies see them."""
@@ -235,14 +248,28 @@ class Fleet:
             candidates = [candidate for candidate in candidates if candidate.number != best.number]
         return tuple(names)
 
-    def _attempt_action(
-        self, entry: _Entry, engine: str, route: Route, fallbacks: tuple[str, ...]
-    ) -> Prefill | ForwardRequest:
+    def _attempt_action(self, entry: _Entry, route: Route, fallbacks: tuple[str, ...]) -> Prefill | ForwardRequest:
         request = entry.state.request
+        engine = "" if entry.engine is None else entry.engine.name
         if entry.is_computing:
             return Prefill(request.request_id, engine, route.reason)
         prompt_facts = entry.space, len(request.prompt), route.first.matched_tokens
-        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts, fallbacks)
+        computed_by = "" if entry.partner is None else entry.partner.name
+        return ForwardRequest(request.request_id, engine, route.reason, *prompt_facts, computed_by, fallbacks)
+
+    def _add_answering(
+        self, entry: _Entry, candidates: list[Candidate], engines: Sequence[FleetEngine], ask: Ask
+    ) -> None:
+        """Beside the engine that was chosen to compute the prompt, choose the one of ``engines`` that answers."""
+        has_all = [structs.replace(candidate, matched_tokens=ask.prompt_tokens) for candidate in candidates]
+        number = self._decide(ask, has_all, ()).first.number
+        request = entry.state.request
+        entry.partner, entry.partner_charge = entry.engine, entry.charge
+        engine = entry.engine = next(engine for engine in engines if engine.number == number)
+        work = Work(1, request.n, request.n * len(request.prompt))
+        entry.charge = self._loads.charge_work(engine.number, work)
+        engine.attempts[request.request_id] = None
+        engine.view = replace(engine.view, requests=engine.view.requests + 1)
 
     def _prompt_identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
@@ -283,6 +310,10 @@ class Fleet:
 
     def _on_prompt_computed(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
+        if entry is not None and entry.partner is not None:
+            entry.partner.view = replace(entry.partner.view, prefills=entry.partner.view.prefills + 1)
+            self._detach_partner(entry)
+            return
         if entry is None or entry.engine is None or not entry.is_computing:
             return
         entry.engine.view = replace(entry.engine.view, prefills=entry.engine.view.prefills + 1)
@@ -290,10 +321,12 @@ class Fleet:
         self._detach_engine(entry)
         self._place_request(entry, now_ns)
 
-    def _on_answer_began(self, request_id: str) -> None:
+    def _on_answer_began(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
         if entry is None or entry.charge is None or entry.engine is None:
             return
+        if entry.partner is not None:  # else there would be nothing to answer with
+            self._on_prompt_computed(request_id, now_ns)
         entry.state.introduced[0] = True
         computed = entry.charge.work._replace(prefill_tokens=0)
         self._loads.discharge_work(entry.charge)
@@ -309,9 +342,9 @@ class Fleet:
 
     def _on_attempt_failed(self, event: AttemptFailed, now_ns: int) -> None:
         entry = self._entries.get(event.request_id)
-        if entry is None or entry.engine is None:
+        engine = None if entry is None else entry.partner if event.is_of_partner else entry.engine
+        if entry is None or engine is None:
             return
-        engine = entry.engine
         engine.view = replace(engine.view, failed=engine.view.failed + 1)
         if not entry.is_computing:  # else it may still have to answer, when no other one does
             entry.failures[engine.name] = event
@@ -339,13 +372,22 @@ class Fleet:
             waits = [attempt.retry_after_s for attempt in failures.values() if attempt.retry_after_s is not None]
             action = GiveUp(entry.state.request_id, last.status, reason, min(waits, default=None))
         else:
-            reasons = "; ".join(f"{e.name}: {e.reason}" for e in self._engines if not e.is_open)
+            reasons = "; ".join(f"{e.name}: {e.reason or 'it answers in a pair alone'}" for e in self._engines
+                                if not e.is_open or e.spec.computes_in_pairs)  # fmt: skip
             reason = f"No engine with this model takes requests now: {reasons}"
             action = GiveUp(entry.state.request_id, 503, reason, RETRY_AFTER_S)
         self._actions.append(action)
         self._remove_entry(entry, now_ns)
 
+    def _detach_partner(self, entry: _Entry) -> None:
+        if entry.partner is not None and entry.partner_charge is not None:
+            self._loads.discharge_work(entry.partner_charge)
+            del entry.partner.attempts[entry.state.request_id]
+            self._engines.remove_if_done(entry.partner)
+        entry.partner = entry.partner_charge = None
+
     def _detach_engine(self, entry: _Entry) -> None:
+        self._detach_partner(entry)
         if entry.engine is not None and entry.charge is not None:
             self._loads.discharge_work(entry.charge)
             del entry.engine.attempts[entry.state.request_id]
@@ -376,7 +418,7 @@ class Fleet:
     def tokenizing_engine(self, model: str) -> str | None:
         """The engine to ask for a prompt's tokens; ``None``: none of those with ``model`` publishes KV events, so that
         the text will do."""
-        able = [e for e in self._engines if e.is_open and model in e.report.models]
+        able = [e for e in self._engines if e.is_open and model in e.report.models and e.spec.kind.has_roles]
         if not any(engine.feed is not None for engine in able):
             return None
         return min(able, key=lambda engine: (len(engine.attempts), engine.number)).name
@@ -395,12 +437,13 @@ class Fleet:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
-        charges = [entry.charge for entry in self._entries.values() if entry.charge is not None]
+        entries = self._entries.values()
+        charges = [charge for entry in entries for charge in (entry.charge, entry.partner_charge) if charge is not None]
         self._loads.check_invariants(
             charges, {engine.number: (Role.COLOCATED, engine.is_open) for engine in self._engines}
         )
         for engine in self._engines:
-            request_ids = [name for name, entry in self._entries.items() if entry.engine is engine]
+            request_ids = [name for name, entry in self._entries.items() if engine in (entry.engine, entry.partner)]
             check(
                 sorted(request_ids) == sorted(engine.attempts),
                 "{} has {}, not {}",

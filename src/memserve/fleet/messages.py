@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from memserve.base.errors import UserError
@@ -14,17 +14,25 @@ from memserve.protocol.events import RejectRequest
 
 ENGINE_HINT = "for example --engine vllm=http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558"
 PREFILL_TOKENS = 256
-_URL = re.compile(r"https?://[^\s,/@?#]+:\d{1,5}")
+BOOTSTRAP_PORT = 8998
+"""Where SGLang's servers that compute prompts are met by those that answer, unless they are told another port."""
+_URL = re.compile(r"(https?://[^\s,/@?#]+:\d{1,5})(/[A-Za-z0-9._~/-]*)?")
 _ENDPOINT = re.compile(r"tcp://[^\s,/@?#*]+:\d{1,5}|ipc://[^\s,]+")
 
 
 class EngineKind(StrEnum):
-    """Whose server it is: names of metrics differ."""
+    """Whose server it is: pages and metrics differ, and how prompts are handed over."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
     LLAMACPP = "llamacpp"
     MEMSERVE = "memserve"  # a router with instances of its own
+    OPENAI = "openai"  # any server of OpenAI's interface, of which nothing else is known
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether one server can compute what another one answers, and both publish KV events, and tokenize."""
+        return self in (EngineKind.VLLM, EngineKind.SGLANG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +41,7 @@ class EngineSpec:
 
     kind: EngineKind
     url: str
-    """``http://HOST:PORT``, or https."""
+    """``http://HOST:PORT[/BASE]``, or https."""
     events: str = ""
     """Where it publishes KV events; empty: it does not."""
     replay: str = ""
@@ -45,11 +53,29 @@ class EngineSpec:
     model: str = ""
     """Of the models that have instances: it serves the same, and is one more member there. Empty: it answers by itself,
     for the models that it lists."""
+    bootstrap_port: int = BOOTSTRAP_PORT
+    """Of SGLang with ``role=prefill``: where those that answer meet it."""
 
     @property
     def name(self) -> str:
-        """``HOST:PORT``."""
+        """``HOST:PORT[/BASE]``."""
         return self.url.partition("://")[2]
+
+    @property
+    def base_path(self) -> str:
+        """What stands before each path; empty, or ``/BASE``."""
+        _, slash, path = self.name.partition("/")
+        return slash + path
+
+    @property
+    def host(self) -> str:
+        """By which others reach it; of IPv6 in brackets."""
+        return self.name.partition("/")[0].rpartition(":")[0]
+
+    @property
+    def computes_in_pairs(self) -> bool:
+        """Whether it answers nothing alone: SGLang's servers with roles get each request together."""
+        return self.kind is EngineKind.SGLANG and self.role is not Role.COLOCATED
 
     @property
     def text(self) -> str:
@@ -58,45 +84,59 @@ class EngineSpec:
         settings |= {"format": self.events_format} if self.events else {}
         settings |= {"role": self.role.value} if self.role is not Role.COLOCATED else {}
         settings |= {"model": self.model}
+        settings |= {"bootstrap": str(self.bootstrap_port)} if self.bootstrap_port != BOOTSTRAP_PORT else {}
         return ",".join([f"{self.kind}={self.url}", *(f"{key}={value}" for key, value in settings.items() if value)])
 
 
 def read_engine(text: str) -> EngineSpec:
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,format=NAME][,role=prefill]``, or
-    ``sglang=``, ``memserve=``.
+    ``sglang=`` with ``,bootstrap=PORT`` beside ``role=prefill``, or ``llamacpp=`` or ``openai=http://HOST:PORT[/BASE]``,
+    or ``memserve=``.
 
     Raises :class:`UserError` for anything else.
     """
     first, *more = text.split(",")
-    kind, _, url = first.partition("=")
-    url = url.rstrip("/")
-    if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
+    kind_name, _, url = first.partition("=")
+    kind = EngineKind(kind_name) if kind_name in tuple(EngineKind) else None
+    match = _URL.fullmatch(url.rstrip("/"))
+    if kind is None or match is None or not _is_port(match[1]) or (match[2] and kind.has_roles):
         raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
+    # clients of OpenAI write /v1 as a part of the base, and it is a part of each path here
+    url = match[1] + (match[2] or "").removesuffix("/v1")
     settings = dict(part.partition("=")[::2] for part in more)
-    if len(settings) < len(more) or settings.keys() - {"events", "replay", "format", "role", "model"}:
+    speaks_tokens = kind not in (EngineKind.OPENAI, EngineKind.MEMSERVE)
+    parts = {"model"} if speaks_tokens else set[str]()
+    parts |= {"events", "replay", "format", "role", "bootstrap"} if kind.has_roles else set()
+    if len(settings) < len(more) or settings.keys() - parts:
         raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
-    role = settings.pop("role", Role.COLOCATED)
-    if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
-        raise UserError(f"an engine has no role {role[:200]!r}", hint="role=prefill, or role=decode", param="engine")
-    if role != Role.COLOCATED and kind != EngineKind.VLLM:
-        hint = "leave role= out: such a server computes and answers"
-        raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
-    if kind == EngineKind.MEMSERVE and settings:
-        hint = "leave them out: requests that begin alike go to one router, and it knows its instances"
-        raise UserError("routers of memserve publish no KV events, and are no members", hint=hint, param="engine")
-    publishes = kind in (EngineKind.VLLM, EngineKind.SGLANG)
-    usual_format = kind if publishes else "vllm"
-    events_format, model = settings.pop("format", usual_format), settings.pop("model", "")
+    role, bootstrap_port = _read_role(kind, settings.pop("role", Role.COLOCATED), settings.pop("bootstrap", None))
+    model = settings.pop("model", "")
+    if model and role is not Role.COLOCATED:
+        hint = "leave role= or model= out"
+        raise UserError("a member of a model's cluster computes and answers", hint=hint, param="engine")
+    events_format = settings.pop("format", kind) if kind.has_roles else EngineKind.VLLM
     KV_EVENT_FORMATS.load(events_format)
     wrong = [value for value in settings.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
-    if "events" not in settings and ("replay" in settings or events_format != usual_format):
+    if "events" not in settings and ("replay" in settings or (kind.has_roles and events_format != kind)):
         raise UserError("only events that an engine publishes are repeated, or read", hint=ENGINE_HINT, param="engine")
-    if model and role != Role.COLOCATED:
-        hint = "leave role= or model= out"
-        raise UserError("a member of a model's cluster computes and answers", hint=hint, param="engine")
-    return EngineSpec(EngineKind(kind), url, **settings, events_format=events_format, role=Role(role), model=model)
+    return EngineSpec(
+        kind, url, **settings, events_format=events_format, role=role, model=model, bootstrap_port=bootstrap_port
+    )
+
+
+def _read_role(kind: EngineKind, role: str, bootstrap: str | None) -> tuple[Role, int]:
+    if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
+        raise UserError(f"an engine has no role {role[:200]!r}", hint="role=prefill, or role=decode", param="engine")
+    if bootstrap is None:
+        return Role(role), BOOTSTRAP_PORT
+    if kind is not EngineKind.SGLANG or role != Role.PREFILL:
+        hint = "it is of sglang=...,role=prefill, as its --disaggregation-bootstrap-port says"
+        raise UserError("an engine that has no bootstrap port", hint=hint, param="engine")
+    if not bootstrap.isdecimal() or not bootstrap.isascii() or not 0 < int(bootstrap) < 65536:
+        raise UserError(f"{bootstrap[:200]!r} is no port", hint="for example bootstrap=8998", param="engine")
+    return Role(role), int(bootstrap)
 
 
 def _is_port(address: str) -> bool:
@@ -108,11 +148,12 @@ class FleetOptions:
     """Servers of other projects behind the router."""
 
     engines: tuple[str, ...] = option((), "--engine", form=MANY)
-    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, ``sglang=``, or ``memserve=``
-    (another router): serve through this server instead of instances. Repeatable. With ``,role=prefill`` and
-    ``,role=decode`` one vLLM computes prompts and another one answers. With ``,format=NAME`` a plug-in reads its events
-    (`memserve doctor` lists them). With ``,model=NAME``, and then ``llamacpp=`` as well, it is a member beside the
-    instances of that model."""
+    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
+    server, alone or beside the instances of --model. Repeatable. With ``,role=prefill`` and ``,role=decode`` one server
+    computes prompts and another one answers. With ``,format=NAME`` a plug-in reads its events (`memserve doctor` lists
+    them). ``llamacpp=http://HOST:PORT``: llama.cpp's server; ``openai=http://HOST:PORT[/BASE]``: any of OpenAI's
+    interface; ``memserve=http://HOST:PORT``: another router. With ``,model=NAME`` it is a member beside the instances
+    of that model."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
@@ -128,10 +169,11 @@ class FleetOptions:
         check_ranges(self)
         if len({spec.name for spec in self.read_specs()}) < len(self.engines):
             raise UserError("a server is named twice", hint="give every server one --engine", param="engines")
-        roles = {spec.role for spec in self.read_specs()}
-        if (Role.PREFILL in roles) != (Role.DECODE in roles):
-            hint = "give one server role=prefill and one role=decode, or leave role= out"
-            raise UserError("a role without its counterpart", hint=hint, param="engines")
+        for kind in EngineKind:
+            roles = {spec.role for spec in self.read_specs() if spec.kind is kind}
+            if (Role.PREFILL in roles) != (Role.DECODE in roles):
+                hint = "give one server role=prefill and one of the same kind role=decode, or leave role= out"
+                raise UserError("a role without its counterpart", hint=hint, param="engines")
 
     @property
     def member_specs(self) -> tuple[EngineSpec, ...]:
@@ -139,9 +181,14 @@ class FleetOptions:
         return tuple(spec for spec in self.read_specs() if spec.model)
 
     @property
-    def is_relay(self) -> bool:
-        """Whether requests are handed on to engines as they come."""
-        return len(self.member_specs) < len(self.engines) or (self.admin_key_file is not None and not self.engines)
+    def relays(self) -> FleetOptions:
+        """With the others: requests are handed on to them as they come."""
+        return replace(self, engines=tuple(spec.text for spec in self.read_specs() if not spec.model))
+
+    @property
+    def are_given(self) -> bool:
+        """Whether there are engines, or may be."""
+        return bool(self.engines) or self.admin_key_file is not None
 
     def read_specs(self) -> list[EngineSpec]:
         """The servers. Raises :class:`UserError` for one that is malformed."""
@@ -259,6 +306,8 @@ class AttemptFailed:
     retry_after_s: float | None = None
     refuses: bool = False
     """The engine's port is closed."""
+    is_of_partner: bool = False
+    """It was the engine that computed the prompt while the other one waited to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +359,9 @@ class ForwardRequest:
     space: PromptSpace = PromptSpace.TOKENS
     prompt_tokens: int = 0
     matched_tokens: int = 0
-    """Of the prompt, what this engine is believed to have cached."""
+    """Of the prompt, what this engine is believed to have cached; of a pair, the one that computes it."""
+    computed_by: str = ""
+    """Send it to this engine at the same time: it computes the prompt. Empty: the one that answers does."""
     fallbacks: tuple[str, ...] = ()
     """Of a request that is handed out: the engines that come next where this one gives no answer, in order."""
 

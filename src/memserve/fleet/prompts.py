@@ -28,6 +28,7 @@ OUTPUT_TOKENS_USUAL = 256
 _FOR_TOKENS = ("prompt", "messages", "tools", "tool_choice", "add_special_tokens", "add_generation_prompt",
                "continue_final_message", "chat_template", "reasoning_effort")  # fmt: skip
 _FOR_TEMPLATE = ("reasoning_effort", "documents")
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _WHOLE = ("kv_transfer_params", "echo", "prompt_logprobs", "use_beam_search")
 """With these a request is not split: its client does so itself, or the engine that answers reads no KV of others."""
 _NOTHING = (b"null", b"false")
@@ -72,12 +73,16 @@ class PromptReader:
     def __init__(self, host: FleetHost) -> None:
         self._host = host
 
-    async def read_prompt(self, fields: RequestFields, tenant: str) -> PromptArrived:
+    async def read_prompt(self, fields: RequestFields, tenant: str, *, has_tokens: bool = True) -> PromptArrived:
         """The request of ``fields``. Raises :class:`ApiError` 404 and 400 for a model that no engine has, or that is
-        not named, and 503 while none is known."""
+        not named, and 503 while none is known. ``has_tokens``: engines tokenize such requests; else they build their
+        prompts by themselves, and their text is compared."""
         model = self._requested_model(fields)
-        space, tokens = await self._prompt_numbers(fields, model)
-        most = read_field(fields, "max_completion_tokens", int) or read_field(fields, "max_tokens", int)
+        if has_tokens:
+            space, tokens = await self._prompt_numbers(fields, model)
+        else:
+            space, tokens = PromptSpace.TEXT, text_numbers(fields)
+        most = next((limit for name in _LIMITS if (limit := read_field(fields, name, int))), None)
         salt = read_field(fields, "cache_salt", str)
         request = Request(
             uuid.uuid4().hex,
@@ -87,10 +92,10 @@ class PromptReader:
             tenant=tenant,
             salt=blake2b(salt.encode(), digest_size=16).hexdigest() if salt else "",
         )
-        return PromptArrived(request, model, space, may_split(fields))
+        return PromptArrived(request, model, space, may_split(fields) and has_tokens)
 
     def _requested_model(self, fields: RequestFields) -> str:
-        models = self._host.machine.engines_by_model()
+        models = self._host.engines_by_model()
         if not models:
             raise no_engine()
         name: str | None = read_field(fields, "model", str)

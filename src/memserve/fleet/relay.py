@@ -22,22 +22,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
-from memserve.api.http.errors import ApiError, echo, rejected, shutting_down
-from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body, wait_for_disconnect
+from memserve.api.http.errors import ApiError, bad_request, echo, rejected, shutting_down
+from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, header, json_body, wait_for_disconnect
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.endpoints import EXPLAIN_HEADER, wants_explanation
+from memserve.api.openai.response.idempotency import EVENT_HEADER, KEY_HEADER
 from memserve.api.ui.timelines import FORWARDED_KEY
-from memserve.base.units import MIB
+from memserve.fleet.answers import ANSWER_BYTES_MAX, EngineAnswer, EventForm, ResponseEvents
+from memserve.fleet.engine_client import LOOK_S
 from memserve.fleet.host import FleetHost, Ticket
 from memserve.fleet.messages import (
     AnswerBegan,
@@ -48,7 +53,8 @@ from memserve.fleet.messages import (
     PromptComputed,
     PromptSpace,
 )
-from memserve.fleet.prompts import PromptReader, read_field, read_fields
+from memserve.fleet.pairs import CallRequest, PartnerFault, paired_body, paired_headers
+from memserve.fleet.prompts import PromptReader, RequestFields, read_field, read_fields
 from memserve.host.engine import rejection_of
 
 _ASKS = {
@@ -91,6 +97,7 @@ def explanation(decision: ForwardRequest, failed: Mapping[str, str]) -> tuple[by
     """The header, with a JSON object in ASCII. ``failed``: why each engine that was tried before gave no answer."""
     details = {
         "engine": decision.engine,
+        **({"computed_by": decision.computed_by} if decision.computed_by else {}),
         "reason": decision.reason,
         "compared_by": decision.space,
         "prompt_tokens": decision.prompt_tokens,
@@ -102,9 +109,9 @@ def explanation(decision: ForwardRequest, failed: Mapping[str, str]) -> tuple[by
 
 def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:
     """A decision, for a timeline. Counts of tokens only where the prompt was compared by its tokens."""
-    entry: dict[str, Any] = {"instances": [decision.engine]}
     if not isinstance(decision, ForwardRequest):
-        return entry
+        return {"instances": [decision.engine]}
+    entry: dict[str, Any] = {"instances": [*filter(None, [decision.computed_by]), decision.engine]}
     if decision.space is PromptSpace.TOKENS:
         entry |= {"prompt_tokens": decision.prompt_tokens, "cached_tokens": decision.matched_tokens}
     facts = {"reason": decision.reason, "compared_by": decision.space.value}
@@ -112,14 +119,12 @@ def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]
     return entry | {"story": [{"fact": fact, "value": value} for fact, value in facts.items()]}
 
 
-ANSWER_BYTES_MAX = 64 * MIB
-EVENT_BYTES_MAX = 4 * MIB
-_ELSEWHERE = (404, 408, 425, 429)
-"""Client errors that another engine may not make. All other ones are the client's own."""
+_RESPONSES = "/v1/responses"
+_STORED = re.compile(rf"{_RESPONSES}/[A-Za-z0-9_-]{{1,256}}(/cancel|/input_items)?")
+"""What is asked of engines by an id: nothing else that a client invents becomes a part of their addresses."""
+RELAYED_PATHS = ("/v1/completions", "/v1/chat/completions", _RESPONSES)
 _NOT_ENGINES = frozenset((b"authorization", b"x-request-id", b"cookie"))
 """Of a client, and not for engines of others."""
-_FIELDS = (b"data:", b":", b"event:", b"id:", b"retry:")
-_DONE = b"[DONE]"
 
 
 class Relay:
@@ -145,38 +150,79 @@ class Relay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.draining:
             raise shutting_down()
+        refuse_keys(scope)
         async with contextlib.AsyncExitStack() as stack:
             body = await stack.enter_async_context(json_body(scope, receive, self._edge))
             fields = read_fields(body)
-            ticket = self._host.submit_prompt(await self._prompts.read_prompt(fields, scope[TENANT_KEY]))
+            is_response = scope["path"] == _RESPONSES
+            if is_response:
+                refuse_stored(scope, fields)
+            prompt = await self._prompts.read_prompt(fields, scope[TENANT_KEY], has_tokens=not is_response)
+            ticket = self._host.submit_prompt(prompt)
             watcher = asyncio.create_task(_end_on_disconnect(ticket, receive))
             is_cut = False
             try:
-                answer = await self._first_answer(ticket, scope, body, read_field(fields, "stream", bool) or False)
+                is_stream = read_field(fields, "stream", bool) or False
+                answer = await self._first_answer(ticket, scope, body, events_of(scope) if is_stream else None)
                 self._host.post_event(AnswerBegan(ticket.request_id))
                 del body, fields
                 await stack.aclose()  # the body must not stay in memory while the answer is sent
                 is_cut = await answer.send_to_client(ticket, send)
             finally:
                 watcher.cancel()
-                if ticket.call is not None:
-                    ticket.call.close()
+                ticket.close_calls()
                 self._host.finish_request(ticket, is_cut=is_cut)
 
-    async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, stream: bool) -> _Answer:
-        """The first answer that an engine gives. Raises :class:`ApiError` when none does."""
-        call = ForwardedCall(scope["path"], self._forwarded_headers(scope), self._silence_s)
-        attempts = Attempts(self._host, ticket, call, self._metrics)
+    # -- answering
+
+    async def _first_answer(self, ticket: Ticket, scope: Scope, body: bytes, events: EventForm | None) -> EngineAnswer:
+        """The first answer that an engine gives. ``events``: of the stream that is asked for. Raises :class:`ApiError`
+        when none does."""
+        attempts = Attempts(self._host, ticket, self._metrics, self._silence_s)
+        headers = self._forwarded_headers(scope)
         while True:
-            decision = await attempts.next_decision()
+            decision = await attempts.next_decision(scope["path"])
             scope[FORWARDED_KEY] = partial(timeline_entry, decision, attempts.failures)
+            request = CallRequest(scope["path"], headers, body, self._silence_s)
             if isinstance(decision, Prefill):
-                body = await attempts.compute_prompt(decision, body)
+                body = await attempts.compute_prompt(decision, request)
                 continue
-            answer = await attempts.send_request(decision.engine, body, stream=stream)
+            answer = await attempts.ask_engines(decision, request, events)
             if answer is not None:
                 answer.headers += [explanation(decision, attempts.failures)] if wants_explanation(scope) else []
                 return answer
+
+    async def find_response(self, request: HttpRequest) -> Response:
+        """``/v1/responses/{id}``, and what lies below it: as the first engine answers that knows it."""
+        scope, path = request.scope, request.scope["path"]
+        if not _STORED.fullmatch(path):
+            raise response_not_found(path, "that is no id of a response")
+        if scope[TENANT_KEY]:
+            raise response_not_found(path, "those of engines are not kept by key")
+        query = scope.get("query_string", b"").decode("latin-1")
+        target = f"{path}{'?' if query else ''}{query}"
+        headers, reasons = self._forwarded_headers(scope), list[str]()
+        for view in self._host.machine.engine_views():
+            if not view.up or (spec := self._host.specs.get(view.name)) is None:
+                continue
+            call = HttpCall(spec.url)
+            watcher = asyncio.create_task(_abort_on_disconnect(call, request.receive))
+            try:
+                await call.send_request(request.method, spec.base_path + target, headers, b"", LOOK_S)
+                if call.status not in (404, 405, 501):
+                    body = await call.read_body(ANSWER_BYTES_MAX, self._silence_s)
+                    answer = Response(body, call.status)
+                    answer.raw_headers += [header for header in call.headers if header[0] not in NOT_SENT_BACK]
+                    return answer
+                reasons.append(f"{view.name} does not know it")
+            except HttpFault as fault:
+                if watcher.done():
+                    raise ClientGone from None
+                reasons.append(f"{view.name}: {fault.reason}")
+            finally:
+                watcher.cancel()
+                call.close()
+        raise response_not_found(path, "; ".join(reasons) or "no engine takes requests")
 
     def _forwarded_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Of the client, without those of its connection; the engine's key instead of the client's."""
@@ -189,61 +235,107 @@ class Relay:
         return headers
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardedCall:
-    """What engines are sent of a request, but for its body."""
-
-    path: str
-    headers: list[tuple[bytes, bytes]]
-    silence_s: float
-    """How long an engine may say nothing in the middle of it."""
-
-
 class Attempts:
     """What the machine decides for one request, and the engines that it is sent to."""
 
-    def __init__(self, host: FleetHost, ticket: Ticket, call: ForwardedCall, metrics: ApiMetrics) -> None:
-        self._host, self._ticket, self._call, self._metrics = host, ticket, call, metrics
+    def __init__(self, host: FleetHost, ticket: Ticket, metrics: ApiMetrics, silence_s: float) -> None:
+        """``silence_s``: how long an engine may say nothing in the middle of it."""
+        self._host, self._ticket, self._metrics, self._silence_s = host, ticket, metrics, silence_s
         #: why each engine that was tried gave no answer
         self.failures: dict[str, str] = {}
 
-    async def next_decision(self) -> ForwardRequest | Prefill:
-        """Which engine does what next. Raises :class:`ApiError` where none does."""
+    async def next_decision(self, path: str) -> ForwardRequest | Prefill:
+        """Which engine does what next. Raises :class:`ApiError` where none does; ``path``: of the request."""
         decision = await self._ticket.next_decision()
         if isinstance(decision, GiveUp):
-            raise give_up_error(decision)
+            raise give_up_error(decision, path)
         if not isinstance(decision, ForwardRequest | Prefill):
             self._metrics.rejected.value += 1
             raise rejected(rejection_of(decision))
         return decision
 
-    async def compute_prompt(self, decision: Prefill, body: bytes) -> bytes:
-        """Have the engine compute the prompt of ``body``. Returns the body for the one that answers: the machine
+    async def compute_prompt(self, decision: Prefill, request: CallRequest) -> bytes:
+        """Have the engine compute the prompt of ``request``. Returns the body for the one that answers: the machine
         decides anew, whether it was computed or not."""
-        answer = await self.send_request(decision.engine, prefill_body(body))
-        if answer is None:
-            return body
-        assert self._ticket.call is not None
-        self._ticket.call.close()
-        self._host.post_event(PromptComputed(self._ticket.request_id))
-        return answering_body(body, answer.first) if answer.status == 200 else body
-
-    async def send_request(self, engine: str, body: bytes, *, stream: bool = False) -> _Answer | None:
-        """The answer of ``engine``. None: it gave none, and the machine decides anew."""
-        ticket, silence_s = self._ticket, self._call.silence_s
-        ticket.call = HttpCall(self._host.specs[engine].url)
+        computing = replace(request, body=prefill_body(request.body))
         try:
-            await ticket.call.send_request("POST", self._call.path, self._call.headers, body, silence_s)
-            return await _answer_of(ticket.call, stream, silence_s)
+            answer = await computing.ask_engine(self._ticket, self._host.specs[decision.engine], None)
         except HttpFault as fault:
-            ticket.call.close()
-            self.failures[engine] = fault.reason
-            if ticket.end_error is not None:
-                raise ticket.end_error from None
-            self._host.post_event(
-                AttemptFailed(ticket.request_id, fault.reason, fault.status, fault.retry_after_s, fault.refuses)
-            )
+            self._note_fault(decision, fault)
+            return request.body
+        self._ticket.close_calls()
+        self._host.post_event(PromptComputed(self._ticket.request_id))
+        return answering_body(request.body, answer.first) if answer.status == 200 else request.body
+
+    async def ask_engines(
+        self, decision: ForwardRequest, request: CallRequest, events: EventForm | None
+    ) -> EngineAnswer | None:
+        """The engine's answer; of a pair, both are asked. None: there is none, and the machine decides anew."""
+        engine, ticket = self._host.specs[decision.engine], self._ticket
+        try:
+            if not decision.computed_by:
+                return await request.ask_engine(ticket, engine, events)
+            partner = self._host.specs[decision.computed_by]
+            paired = replace(request, headers=paired_headers(request.headers), body=paired_body(request.body, partner))
+            on_computed = partial(self._host.post_event, PromptComputed(ticket.request_id))
+            return await paired.ask_pair(ticket, engine, partner, events, on_computed)
+        except HttpFault as fault:
+            self._note_fault(decision, fault)
             return None
+
+    def _note_fault(self, decision: ForwardRequest | Prefill, fault: HttpFault) -> None:
+        self._ticket.close_calls()
+        self._host.post_event(_failure_of(self._ticket, decision, fault, self.failures))
+
+
+def _failure_of(
+    ticket: Ticket, decision: ForwardRequest | Prefill, fault: HttpFault, failures: dict[str, str]
+) -> AttemptFailed:
+    """What the machine is told of an attempt that failed, noted in ``failures`` by engine. Raises why the request
+    needs no answer any more, if it does not."""
+    if ticket.end_error is not None:
+        raise ticket.end_error from None
+    engine, is_of_partner = decision.engine, isinstance(fault, PartnerFault)
+    if is_of_partner and isinstance(decision, ForwardRequest):
+        engine = decision.computed_by
+    failures[engine] = fault.reason
+    of_call = fault.reason, fault.status, fault.retry_after_s, fault.refuses
+    return AttemptFailed(ticket.request_id, *of_call, is_of_partner)
+
+
+def events_of(scope: Scope) -> EventForm:
+    """How the stream that is asked for ends."""
+    return ResponseEvents() if scope["path"] == _RESPONSES else EventForm()
+
+
+def refuse_keys(scope: Scope) -> None:
+    """Raise :class:`ApiError` 400 for an ``Idempotency-Key``: engines keep no answers, and what is asked for again
+    would be computed again."""
+    for name, title in ((KEY_HEADER, "Idempotency-Key"), (EVENT_HEADER, "Last-Event-ID")):
+        if header(scope, name.encode()) is not None:
+            message = "engines of --engine keep no answers, and a request that comes again is computed again"
+            raise bad_request(f"{title} is not for this model: {message}", name, "unsupported_parameter")
+
+
+def refuse_stored(scope: Scope, fields: RequestFields) -> None:
+    """Raise :class:`ApiError` 400 where a response of an engine is to go on that another key's client may have made:
+    engines know no tenants."""
+    for name in ("previous_response_id", "conversation"):
+        if scope[TENANT_KEY] and bytes(fields.get(name, b"null")) != b"null":
+            message = "what engines store is not kept by key: send the whole input"
+            raise bad_request(f"{name} is not for this model: {message}", name, "unsupported_parameter")
+
+
+def response_not_found(path: str, why: str) -> ApiError:
+    """404: no engine knows a stored response."""
+    name = path.removeprefix(f"{_RESPONSES}/").partition("/")[0]
+    message = f"No response {echo(name)!r} is stored: {why}"
+    return ApiError(404, message, param="response_id", code="response_not_found")
+
+
+async def _abort_on_disconnect(call: HttpCall, receive: Receive) -> None:
+    await wait_for_disconnect(receive)
+    call.abort_call("the client left")
 
 
 async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:
@@ -251,122 +343,17 @@ async def _end_on_disconnect(ticket: Ticket, receive: Receive) -> None:
     ticket.end_request(ClientGone())
 
 
-def give_up_error(action: GiveUp) -> ApiError:
-    """The error of a request that no engine could answer."""
+def no_engine() -> ApiError:
+    """503: no engine has answered yet."""
+    return ApiError(
+        503, "No engine has answered yet", kind="server_error", code="no_engine", headers={"retry-after": "5"}
+    )
+
+
+def give_up_error(action: GiveUp, path: str) -> ApiError:
+    """The error of a request for ``path`` that no engine could answer."""
     headers = {} if action.retry_after_s is None else {"retry-after": str(max(1, round(action.retry_after_s)))}
-    code = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "no_engine"}.get(action.status, "engine_failed")
+    unknown = "not_found" if path == _RESPONSES else "model_not_found"
+    code = {404: unknown, 429: "rate_limit_exceeded", 503: "no_engine"}.get(action.status, "engine_failed")
     kind = "rate_limit_error" if action.status == 429 else "server_error"
     return ApiError(action.status, action.reason, kind=kind, code=code, headers=headers)
-
-
-# -- answers
-
-
-@dataclass(slots=True)
-class _Answer:
-    """An answer that has begun: nothing of it was sent yet."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    first: bytes
-    rest: AsyncIterator[bytes] | None = None
-    """The further events of a stream; ``None``: ``first`` is the whole body."""
-
-    async def send_to_client(self, ticket: Ticket, send: Send) -> bool:
-        """Send it. Returns whether its engine broke it off."""
-        await send({"type": "http.response.start", "status": self.status, "headers": self.headers})
-        if self.rest is None:
-            await send({"type": "http.response.body", "body": self.first})
-            return False
-        await send({"type": "http.response.body", "body": self.first, "more_body": True})
-        last, is_cut = b"", False
-        try:
-            async for events in self.rest:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-        except HttpFault as fault:
-            if ticket.end_error is not None and not isinstance(ticket.end_error, ApiError):
-                raise ticket.end_error from None
-            is_cut = ticket.end_error is None
-            message = f"The stream ends here: {fault.reason}"
-            error = ticket.end_error or ApiError(fault.status, message, kind="server_error", code="engine_failed")
-            assert isinstance(error, ApiError)
-            last = b"data: " + error.encode_body() + b"\n\ndata: " + _DONE + b"\n\n"
-        await send({"type": "http.response.body", "body": last})
-        return is_cut
-
-
-async def _answer_of(call: HttpCall, stream: bool, silence_s: float) -> _Answer:
-    """The answer, as far as it must be known before anything is sent. Raises :class:`HttpFault` for one that another
-    engine may give better."""
-    headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
-    kind = call.header(b"content-type").partition(";")[0].strip().lower()
-    if call.status == 200 and stream:
-        if kind != "text/event-stream":
-            raise HttpFault(f"it answered a stream with {echo(kind) or 'no content type'}")
-        rest = whole_events(call.body_pieces(silence_s))
-        try:
-            return _Answer(200, headers, await anext(rest), rest)
-        except StopAsyncIteration:
-            raise HttpFault("its stream is empty") from None
-    body = await call.read_body(ANSWER_BYTES_MAX, silence_s)
-    if call.status == 200:
-        _check_object(body, kind)
-    elif is_failure(call.status):
-        busy = call.status in (429, 503)
-        status = call.status if busy or call.status == 404 else 502
-        excerpt = echo(body.decode("utf-8", "replace"), 120)
-        wait_s = _seconds(call.header(b"retry-after")) if busy else None
-        raise HttpFault(f"it said {call.status}: {excerpt}", status=status, retry_after_s=wait_s)
-    return _Answer(call.status, headers, body)
-
-
-def is_failure(status: int) -> bool:
-    """Whether another engine may answer better than with this status, which is not 200."""
-    return not 400 <= status < 500 or status in _ELSEWHERE
-
-
-def _seconds(text: str) -> float:
-    return min(60.0, float(text)) if text.isdecimal() and text.isascii() else 1.0
-
-
-def _check_object(body: bytes, kind: str) -> None:
-    try:
-        msgspec.json.decode(body, type=Mapping[str, msgspec.Raw])
-    except (msgspec.DecodeError, RecursionError):
-        raise HttpFault(f"its answer is no JSON object ({echo(kind) or 'no content type'})") from None
-
-
-async def whole_events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream in whole events, byte for byte. Raises :class:`HttpFault` where it is no stream of events, or ends
-    without ``[DONE]``."""
-    buffer, is_done = bytearray(), False
-    async for piece in pieces:
-        buffer += piece
-        end = max(buffer.rfind(b"\n\n") + 2, buffer.rfind(b"\r\n\r\n") + 4)
-        if end < 4:
-            if len(buffer) > EVENT_BYTES_MAX:
-                raise HttpFault("an event of its stream never ends")
-            continue
-        events = bytes(buffer[:end])
-        del buffer[:end]
-        is_done = _check_events(events) or is_done
-        yield events
-    if buffer.strip():
-        raise HttpFault("its stream ended in the middle of an event")
-    if not is_done:
-        raise HttpFault("its stream ended too early")
-
-
-def _check_events(events: bytes) -> bool:
-    """Whether the stream's end is among them."""
-    is_done = False
-    for line in events.splitlines():
-        if line and not line.startswith(_FIELDS):
-            raise HttpFault("its stream is no stream of events")
-        if line.startswith(b"data:"):
-            data = line[5:].strip()
-            if data == _DONE:
-                is_done = True
-            elif not (data.startswith(b"{") and data.endswith(b"}")):
-                raise HttpFault("an event of its stream is no JSON object")
-    return is_done

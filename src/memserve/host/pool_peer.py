@@ -95,7 +95,7 @@ class PoolHost:
         self._data = open_data_port(terms.link, memory.geometry, arenas, self._on_pages, where, kv_codec="auto")
         self._mailbox = ZmqMailbox(self_peer, where, self._on_message)
         info = self._data.describe(_describe_pool(memory, self_peer, terms.namespace, self._mailbox.address))
-        config = ExchangeConfig(lease_ns=terms.lease_ns)
+        config = ExchangeConfig(lease_ns=terms.lease_ns, room_wait_ns=0)
         exchange = Exchange(memory.pool, memory.geometry, config, self_peer, terms.namespace)
         self.machine = PoolMachine(memory, exchange, info, terms.silent_ns)
         self._loop: MachineLoop[PoolEvent] = MachineLoop(

@@ -35,8 +35,9 @@ def test_a_request_goes_to_the_model_that_it_names(front: Front) -> None:
 
 
 def test_a_model_is_found_before_what_another_calls_so(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(front.front.parts[0].app.state._state, "names", ModelNames("one", ["two", "three"]))
-    assert (front.ask(model="two"), front.front.find_part("three")) == ("I am the second", front.front.parts[0])
+    monkeypatch.setitem(front.front.table.parts[0].app.state._state, "names", ModelNames("one", ["two", "three"]))
+    table = front.front.table
+    assert (front.ask(model="two"), table.find_part("three")) == ("I am the second", table.parts[0])
 
 
 def test_all_endpoints_find_their_model(front: Front) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -104,7 +105,7 @@ def test_a_long_prompt_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch
     """Tokenizing waits here until another request was answered: it must run beside the event loop."""
     encode_now, answered, waiting = PromptEncoder._encode, threading.Event(), threading.Event()
 
-    def encode_slowly(self: PromptEncoder, prompt: str, special: bool, cut: bool) -> Prompt:
+    def encode_slowly(self: PromptEncoder, prompt: str, special: bool, cut: bool, *known: Any, **more: Any) -> Prompt:
         if len(prompt) > INLINE_BYTES_MAX:
             waiting.set()
             assert answered.wait(20)

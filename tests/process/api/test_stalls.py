@@ -25,6 +25,7 @@ from memserve.api.http.errors import ApiError
 from memserve.api.openai.documents import REPEATED_TOKENS_MAX, Document
 from memserve.api.openai.interfaces import TokenNames
 from memserve.api.openai.request import messages, prompts, schema
+from memserve.api.openai.request.known_texts import longest_token_bytes
 from memserve.api.openai.request.prompts import (
     INLINE_BYTES_MAX,
     SHORT_BYTES_MAX,
@@ -32,7 +33,6 @@ from memserve.api.openai.request.prompts import (
     PromptEncoder,
     TextWorkers,
     calls_bounded,
-    longest_token_bytes,
 )
 from memserve.api.openai.request.schema import ChatBody, CompletionBody, parse_body
 from memserve.api.openai.response import responders as respond

@@ -63,7 +63,10 @@ GREEDY = ChatSettings(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "--engine", "vllm=http://x:80,event=tcp://x:1"], 1, "unknown", "events=tcp://"),
         (["serve", "--engine", "vllm=http://x:80", "--engine", "sglang=http://x:80"], 1, "named twice", "--engine"),
         (["serve", "--engine", "vllm=http://x:80,role=both"], 1, "no role", "role=prefill"),
-        (["serve", "--engine", "sglang=http://x:80,role=decode"], 1, "hands no prompts over", "role="),
+        (["serve", "--engine", "sglang=http://x:80,role=decode"], 1, "counterpart", "role=prefill"),
+        (["serve", "--engine", "sglang=http://x:80,bootstrap=9"], 1, "bootstrap", "role=prefill"),
+        (["serve", "--engine", "llamacpp=http://x:80,role=decode"], 1, "unknown", "vllm=http://"),
+        (["serve", "--engine", "vllm=http://x:80", "--colocated", "1"], 1, "need a model", "--model"),
         (["serve", "--engine", "vllm=http://x:80,role=decode"], 1, "counterpart", "role=prefill"),
         (
             ["serve", "--engine", "vllm=http://x:80", "--routers", "2", "--admission", "bounded", "--max-active", "4"],

@@ -18,7 +18,7 @@ from asking_gateway import Asking, AskingGateway
 from fleet_server import FleetProcess, fleet_server, spec_of
 from memserve.api.http.tls import Tls
 from memserve.cli.main import run
-from memserve.fleet.picker_server import LIVENESS, READINESS, SERVICE
+from memserve.fleet.gateway.server import LIVENESS, READINESS, SERVICE
 from ports import free_port
 from scripted_engine import MODEL, Asked, ScriptedEngine, scripted_engines, whole
 from waiting import eventually

@@ -51,19 +51,24 @@ class World:
     def __init__(
         self, config: ClusterConfig | None = None, *, events: bool = False, up: bool = True, roles: str = "ccc"
     ) -> None:
-        """``roles``: a letter for each engine: prefill, decode, colocated."""
+        """``roles``: a letter for each engine: prefill, decode, colocated; in capitals: of SGLang."""
         more = ",events=tcp://x:1,replay=tcp://x:2" if events else ""
         role = {"p": ",role=prefill", "d": ",role=decode", "c": ""}
-        specs = [read_engine(f"vllm=http://{name}{more}{role[kind]}") for name, kind in zip(NAMES, roles, strict=True)]
+        kinds = ["sglang" if letter.isupper() else "vllm" for letter in roles]
+        specs = [
+            read_engine(f"{kind}=http://{name}{more}{role[letter.lower()]}")
+            for name, kind, letter in zip(NAMES, kinds, roles, strict=False)
+        ]
         self.machine, self.now = Fleet(specs, config or ClusterConfig(policy="prompt-tree")), NS_PER_S
         self.at: dict[str, str] = {}
+        self.pairs: dict[str, tuple[str, str]] = {}
         self.computing: dict[str, str] = {}
         self.fallbacks: dict[str, tuple[str, ...]] = {}
         self.ended: dict[str, FleetAction] = {}
         self.aborted: list[Abort] = []
         self.replays: list[RequestReplay] = []
         self.gone: list[str] = []
-        for name in NAMES if up else ():
+        for name in NAMES[: len(roles)] if up else ():
             self.well(name)
 
     def tell(self, event: FleetEvent, after_ns: int = 0) -> None:
@@ -71,6 +76,10 @@ class World:
         for action in self.machine.handle(event, self.now):
             if isinstance(action, ForwardRequest | Prefill):
                 assert action.request_id not in self.ended
+                if isinstance(action, ForwardRequest) and action.computed_by:
+                    self.pairs[action.request_id] = action.computed_by, action.engine
+                else:
+                    self.pairs.pop(action.request_id, None)
                 at, other = (
                     (self.at, self.computing) if isinstance(action, ForwardRequest) else (self.computing, self.at)
                 )
@@ -108,6 +117,11 @@ class World:
     def fail(self, name: str, status: int = 502) -> str | None:
         self.tell(AttemptFailed(name, "it broke", status))
         return self.at.get(name)
+
+    def fail_partner(self, name: str) -> tuple[str, str] | None:
+        """The engine that computes the prompt of a pair fails. Returns the next pair."""
+        self.tell(AttemptFailed(name, "it broke", is_of_partner=True))
+        return self.pairs.get(name)
 
 
 def test_each_engine_is_tried_once_and_then_none() -> None:
@@ -379,14 +393,94 @@ def test_engines_without_a_counterpart_do_both_parts() -> None:
     assert world.at["t"] == "b:2"
 
 
-@pytest.mark.parametrize("seed", range(60))
+def test_engines_that_need_two_are_asked_together() -> None:
+    world = World(roles="PDD")
+    world.ask("short", tokens=PROMPT[:8])
+    computing, answering = world.pairs["short"]
+    assert computing == "a:1" and answering in ("b:2", "c:3")
+    assert [view.requests_open for view in world.machine.engine_views()] == [
+        1,
+        *(int(answering == n) for n in NAMES[1:]),
+    ]
+    world.tell(PromptComputed("short"))
+    assert [view.prefills for view in world.machine.engine_views()] == [1, 0, 0]
+    assert world.machine.engine_views()[0].requests_open == 0, "its part is done"
+    world.tell(AnswerBegan("short"))
+    world.tell(AnswerEnded("short"))
+    assert world.machine.engine_views()[0].prefills == 1
+
+
+def test_an_answer_that_begins_ends_the_prompts_part() -> None:
+    world = World(roles="PDD")
+    world.ask("r")
+    world.tell(AnswerBegan("r"))
+    view = world.machine.engine_views()[0]
+    assert (view.prefills, view.requests_open) == (1, 0)
+    world.tell(PromptComputed("r"))
+    assert world.machine.engine_views()[0].prefills == 1, "that it says so as well changes nothing"
+
+
+def test_one_of_a_pair_fails_and_the_other_stays() -> None:
+    world = World(roles="PPD")
+    world.ask("r")
+    first, _ = world.pairs["r"]
+    other = "b:2" if first == "a:1" else "a:1"
+    assert world.fail_partner("r") == (other, "c:3")
+    assert world.fail("r") is None and "c:3: it broke" in world.ended["r"].reason
+    failed = {view.name: view.failed for view in world.machine.engine_views()}
+    assert failed == {first: 1, other: 0, "c:3": 1}
+    world = World(roles="PDD")
+    world.ask("r")
+    _, first = world.pairs["r"]
+    assert world.fail("r") == ("c:3" if first == "b:2" else "b:2") and world.pairs["r"][0] == "a:1"
+
+
+def test_half_a_pair_answers_nothing() -> None:
+    world = World(roles="PDD")
+    for name in NAMES[1:]:
+        world.tell(EngineMissed(name, "refused", refuses=True))
+    assert world.ask("r") is None
+    assert "b:2: refused" in world.ended["r"].reason and "a:1: it answers in a pair alone" in world.ended["r"].reason
+
+
+def test_both_of_a_pair_are_given_up_when_silent() -> None:
+    for silent in range(2):
+        world = World(roles="PD")
+        world.ask("r")
+        name = world.pairs["r"][silent]
+        world.tell(EngineMissed(name, "no answer"), 6 * NS_PER_S)
+        assert [(abort.request_id, abort.engine) for abort in world.aborted] == [("r", name)]
+
+
+def test_a_pair_is_for_prompts_that_are_worth_it() -> None:
+    """Where an engine answers alone."""
+    world = World(roles="PDC")
+    assert world.ask("short", tokens=PROMPT[:8]) == "c:3" and "short" not in world.pairs
+    world.ask("r", tokens=LONG)
+    assert world.pairs["r"] == ("a:1", "b:2")
+    assert world.fail("r") == "c:3" and "r" not in world.pairs
+
+
+def test_engines_of_a_pair_leave_when_their_parts_end() -> None:
+    world = World(roles="PD")
+    world.ask("r")
+    world.tell(EngineLeft("a:1"))
+    world.tell(EngineLeft("b:2"))
+    assert not world.gone
+    world.tell(AnswerBegan("r"))
+    assert world.gone == ["a:1"]
+    world.tell(AnswerEnded("r"))
+    assert world.gone == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("seed", range(90))
 def test_random_lives(seed: int) -> None:
     """Every request ends once, whatever engines and clients do; all accounts are checked after each event."""
     draw = random.Random(seed)
     policy = draw.choice(["cost", "prompt-tree", "least-load", "affinity", "best-fit", "session"])
     bounded = AdmissionConfig(mode=Admission.BOUNDED, active_max=3, waiting_max=3, wait_ns=3 * NS_PER_S)
     admission = bounded if draw.random() < 0.5 else AdmissionConfig()
-    roles = draw.choice(["ccc", "pdc", "ppd", "pdd"])
+    roles = draw.choice(["ccc", "pdc", "ppd", "pdd", "PDc", "PPD", "PDD"])
     world = World(ClusterConfig(policy=policy, admission=admission), events=draw.random() < 0.5, roles=roles)
     live: list[str] = []
     for step in range(150):
@@ -395,7 +489,8 @@ def test_random_lives(seed: int) -> None:
         choice, engine = draw.random(), draw.choice(NAMES)
         present = {view.name for view in world.machine.engine_views()}
         if engine not in present:
-            world.tell(EngineJoined(read_engine(f"vllm=http://{engine},events=tcp://x:1")))
+            spec = draw.choice(["vllm={},events=tcp://x:1", "sglang={},role=decode", "sglang={},role=prefill"])
+            world.tell(EngineJoined(read_engine(spec.format(f"http://{engine}"))))
         elif choice < 0.05:
             world.tell(EngineLeft(engine))
         elif choice < 0.3:
@@ -417,6 +512,9 @@ def test_random_lives(seed: int) -> None:
             failed = AttemptFailed(name, "x", refuses=True)
             if name in world.computing:
                 event = draw.choice([PromptComputed(name), AnswerEnded(name), failed])
+            elif name in world.pairs:
+                of_partner = AttemptFailed(name, "x", is_of_partner=True)
+                event = draw.choice([PromptComputed(name), AnswerBegan(name), AnswerEnded(name), failed, of_partner])
             else:
                 event = draw.choice([AnswerBegan(name), AnswerEnded(name), failed, AnsweredElsewhere(name, engine)])
             if isinstance(event, AnswerEnded) or name in world.at or name in world.computing:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import msgspec
 import pytest
 
 from fleet_world import ROUTER_PEER, TransferMode, computed, pair, stats, story_of
 from instance_world import PROMPT, VOCAB, plans_of, request
+from memserve.base.states import StatePages
 from memserve.base.types import FinishReason
+from memserve.base.units import NS_PER_S
 from memserve.protocol.messages import (
     Cancel,
     Dispatch,
@@ -323,6 +327,27 @@ def test_a_corrupted_page_is_never_read():
     job = fleet.submit(request("a", PROMPT[:10], max_tokens=5), "p", "d")
     fleet.finish()
     assert job.attempt > 0 and stats(fleet, "d").checksum_mismatches > 0
+
+
+@pytest.mark.parametrize("kind", [{}, {"states": StatePages(200, 2)}])
+@pytest.mark.parametrize("blocks", [9, 12, 15])
+def test_full_instances_do_not_wait_for_each_other(kind, blocks):
+    """All of "p" waits to be decoded; "d" lacks the blocks that it sends back, for which "p" has no room."""
+    state_blocks = 2 if kind else 0
+    sizes = {"dram": 40, "context": 17, **kind}
+    fleet = pair({"hbm": blocks, **sizes}, {"hbm": 4 + state_blocks, **sizes})
+    chance = Random(1)
+    jobs = [
+        fleet.submit(
+            request(f"r{k}", [chance.randrange(VOCAB) for _ in range(11)], max_tokens=6), "p", "d", return_kv=True
+        )
+        for k in range(6)
+    ]
+    fleet.run()
+    for _ in jobs:
+        fleet.pass_time(NS_PER_S // 8)
+    assert all(job.done and job.attempt == 0 for job in jobs) and not fleet.refused
+    fleet.finish()
 
 
 def test_a_deadline_ends_a_request_on_its_way():

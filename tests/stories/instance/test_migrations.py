@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from fleet_world import BLOCK, computed, pair, stats, story_of
-from instance_world import PROMPT, request
+from instance_world import PROMPT, VOCAB, request
 from memserve.base.layer_kv import WindowPages
 from memserve.base.states import StatePages
 from memserve.base.types import FinishReason
@@ -91,6 +93,24 @@ def test_kv_by_layer_leaves_and_what_comes_up_is_not_copied(acts):
         fleet.run(until=lambda at=fleet.now + 60: fleet.now >= at)
     fleet.finish()
     assert not fleet.refused and fleet.handed_over
+
+
+@pytest.mark.parametrize("acts", range(0, 15, 3))
+def test_prompt_by_layer_in_part_leaves_with_its_whole_blocks(acts):
+    """Another request made it go down: some of its blocks are in DRAM already, those behind them whole in HBM."""
+    sizes = {**BY_LAYER, "hbm": 40, "chunk": 4, "context": 128}
+    fleet, chance = pair(sizes, sizes), Random(1)
+    layers = fleet.members["p"].machine.state.memory.layers
+    prompts = [[chance.randrange(VOCAB) for _ in range(length)] for length in (100, 80)]
+    job = fleet.submit(request("a", prompts[0], max_tokens=8), "p")
+    fleet.run(until=lambda: computed(fleet, "p") >= 48)
+    fleet.submit(request("b", prompts[1], max_tokens=8, n=2), "p")
+    fleet.run(until=lambda: layers.converted > 0)
+    fleet.run(until=lambda at=fleet.now + acts: fleet.now >= at)
+    assert not job.got
+    fleet.migrate(job, "d", copies_ahead=False)
+    fleet.finish()
+    assert fleet.handed_over == ["a#0"] and not fleet.refused
 
 
 @pytest.mark.parametrize("shape", [{"n": 2}, {"beam_width": 2}, {"max_tokens": 7}])

@@ -134,6 +134,27 @@ def test_import_waiting_for_room_swaps_nothing_in(world) -> None:
     d.make_plan()
 
 
+def test_kv_for_the_cache_alone_is_refused_where_room_is_late(world) -> None:
+    """Its sender holds blocks for it, and may have no room for what is handed over to it from here."""
+    p, d = pair(world, hbm=4, room_wait_ns=LEASE_NS // 2)
+    busy = d.compute("", [1] * 4 * BLOCK)
+    whole = PROMPT[: 2 * BLOCK]
+    late = p.offer(d.peer, p.compute("", whole))
+    p.exchange.announce_computed(late, 0, 2)
+    p.take([])
+    asked = p.hand_over(d.peer, p.compute("", [2] * 2 * BLOCK))
+    world.run()
+    world.wait(LEASE_NS // 2 - 1)
+    assert not of(p, Released)
+    world.wait(1)
+    world.run()
+    assert [(end.transfer_id, end.reason) for end in of(p, Released)] == [(late, "there is no room")]
+    d.end(busy)
+    d.advance()
+    world.run()
+    assert [arrived.transfer_id for arrived in of(d, HandoffArrived)] == [asked]
+
+
 def test_handoff_larger_than_the_pool_is_refused(world) -> None:
     p, d = pair(world, hbm=2)
     p.hand_over(d.peer, p.compute("", PROMPT))

@@ -103,3 +103,17 @@ def test_memory_counts_at_engines_as_at_instances() -> None:
     assert held == {"c1": 3, "e1": 3}, "64 blocks each, 19 a request"
     world.run()
     world.check_repeatable()
+
+
+def test_what_is_expected_for_a_short_time_ends_first() -> None:
+    world = World((("c1", Role.COLOCATED),), policy="least-load")
+    world.add("e1", Role.ENGINE, publishes_events=False)
+    world.ask(a_request("a", [1]))
+    world.ask(a_request("b", LONG))
+    assert world.instances["e1"].running, "the idle one"
+    world.run()
+    world.ask(a_request("c", LONG[::-1]))
+    world.run()
+    world.wait(world.config.speculative_ttl_ns + 2 * NS_PER_S)
+    blocks = {view.peer.name: view.tree_blocks for view in world.cluster.instances()}
+    assert blocks == {"c1": 0, "e1": 6}, "one of them never says what it has"

@@ -15,6 +15,7 @@ from memserve.kv.pool import BlockPool
 from memserve.protocol.peers import Peer
 from memserve.router.machine import Cluster
 from memserve.store.disks.jobs import place_of
+from memserve_lab.sim.engines import EngineNode
 from memserve_lab.sim.fuzz.clients import OutputChecker
 from memserve_lab.sim.fuzz.stores import FuzzedStore, read_record, seal_of
 from memserve_lab.sim.nodes import InstanceNode, MemberNode
@@ -89,6 +90,22 @@ def _check_tree(router: Cluster, node: InstanceNode) -> None:
         counts = f"{len(believed)} blocks believed, {len(truth)} there"
         feed = f"{trees.feed_of(number)}, at {pool.next_event}"
         require(False, f"{node.peer.name}: {counts}; {feed}; too much {too_much}, too little {too_little}")
+
+
+def check_engine_at_rest(router: Cluster, engine: EngineNode) -> None:
+    """It answers nothing, and the router knows what it has published of its cache."""
+    name = engine.peer.name
+    require(engine.is_idle and engine.machine.heartbeat_load(engine.now).load.sequences_running == 0, f"{name} is busy")
+    member = router._registry.get(engine.peer)
+    require(member is not None, f"{engine.peer} is no member")
+    if member is None or not engine.setup.publishes:
+        return
+    believed = router._trees.directory.dump(member.number)
+    copies: Counter[bytes] = Counter()
+    packed = engine.machine.cached_identities()
+    copies.update(packed[offset : offset + 16] for offset in range(0, len(packed), 16))
+    truth = sorted(copies.items())
+    require([(bytes(block), above) for block, above, _ in believed] == truth, f"{name}: {believed}, not {truth}")
 
 
 def check_stores_at_rest(router: Cluster, store: FuzzedStore) -> None:

@@ -27,6 +27,7 @@ from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction, Note, Remember, ReportMember, StateRecovered, StoreNamed
 from memserve.router.follower import Follower
 from memserve.router.outbox import DurabilityGate, Write
+from memserve_lab.sim.engines import EngineNode
 from memserve_lab.sim.faulty_medium import FaultyMedium
 from memserve_lab.sim.fuzz import checks
 from memserve_lab.sim.fuzz import checks as store_checks
@@ -248,6 +249,7 @@ class Host(FuzzHost, FollowedHost, Protocol):
     keyed: KeyedClients
     instances: list[FuzzedInstance]
     stores: list[FuzzedStore]
+    engines: list[EngineNode]
     stalled: Counter[Peer]
     """Attempts that looked so to each router."""
 
@@ -349,7 +351,7 @@ class Routers:
         for node in self.followers:
             name = node.peer.name
             require(node.alive and not node.paused, f"{name} was not put right")
-            checks.check_at_rest(node.machine.cluster, host.instances, host.stores, has_events)
+            checks.check_at_rest(node.machine.cluster, host.instances, [*host.stores, *host.engines], has_events)
             for store in host.stores:
                 store_checks.check_tree(node.machine.cluster, store)
             require(not node.machine.cluster.stats().requests_live, f"{name} has requests that do not end")

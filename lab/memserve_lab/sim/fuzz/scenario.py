@@ -10,6 +10,7 @@ from memserve.base.config import AdmissionConfig
 from memserve.base.layer_kv import WindowPages
 from memserve.base.states import StatePages
 from memserve.base.types import Admission, Caching, Role, TransferMode
+from memserve_lab.sim.engines import EngineSetup
 from memserve_lab.sim.fuzz.admission_judge import draw_gate, draw_kept_ns
 from memserve_lab.sim.fuzz.clients import VOCAB, Conversation, Turn, flood
 from memserve_lab.sim.fuzz.scenario_features import (
@@ -84,6 +85,10 @@ CALLED_SHARE = 0.4
 """Of all stores, those that wait for a router to call them."""
 AUTO_TRANSFER_SHARE = 0.15
 """Of all scenarios with pairs of instances, those with ``--transfer auto``."""
+
+ENGINES_SHARE = 0.06
+"""Of all scenarios, those with servers of other projects."""
+ENGINE_FAULTS = ("engine-down", "engine-break", "engine-kill", "engine-pause")
 
 WEATHERS = ("healthy", "faulty", "swarm")
 
@@ -173,6 +178,8 @@ class Scenario:
     """When running requests go on at another instance."""
     chooses_transfer: bool = False
     """Routers choose the transfer mode of each request. False: all have the setting's."""
+    engines: tuple[EngineSetup, ...] = ()
+    """Servers of other projects beside the instances."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -192,6 +199,7 @@ class Scenario:
         layered += " striped" * (self.striped is not None)
         layered += " states" * (self.states is not None) + " windows" * (self.windows is not None)
         layered += " transfer=auto" * self.chooses_transfer
+        layered += f" engines={len(self.engines)}" * bool(self.engines)
         layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
@@ -247,9 +255,9 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
-    _put_states(scenario)
-    _put_windows(scenario)
+    _put_kinds(scenario)
     _put_transfer(scenario, roles)
+    _put_engines(scenario)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
     scenario.faults += [
@@ -271,6 +279,37 @@ def _put_transfer(scenario: Scenario, roles: tuple[Role, ...]) -> None:
     """In some scenarios routers choose transfer modes. Drawn from a stream of its own."""
     chance = Random(f"{scenario.seed}/{scenario.setting}/kv").random()
     scenario.chooses_transfer = chance < AUTO_TRANSFER_SHARE and {Role.PREFILL, Role.DECODE} <= set(roles)
+
+
+def _put_engines(scenario: Scenario) -> None:
+    """Some scenarios have servers of other projects beside the instances. Drawn from a stream of its own."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/engines")
+    unfit = scenario.shared is not None or scenario.striped is not None or scenario.admission.mode != Admission.NONE
+    if random.random() >= ENGINES_SHARE or unfit:
+        return
+    caches = scenario.setting.caching is not Caching.OFF
+    scenario.engines = tuple(
+        EngineSetup(
+            random.choice([1, 3, BLOCK_TOKENS, BLOCK_TOKENS, 2 * BLOCK_TOKENS]),
+            random.choice([8, 24, 96]),
+            scenario.context_tokens,
+            publishes=random.random() < 0.8,
+            repeats=random.random() < 0.8,
+            loses_share=random.choice([0.0, 0.0, 0.05, 0.3]),
+            caches=caches,
+            vocab=VOCAB,
+        )
+        for _ in range(random.choice([1, 1, 2]))
+    )
+    if scenario.setting.weather != "healthy":
+        kinds = random.choices(ENGINE_FAULTS, k=random.choice([0, 1, 2, 4]))
+        scenario.faults += [_draw_fault(random, kind, len(scenario.roles)) for kind in kinds]
+
+
+def _put_kinds(scenario: Scenario) -> None:
+    """Some scenarios have models that keep more than KV of all tokens."""
+    _put_states(scenario)
+    _put_windows(scenario)
 
 
 def _put_states(scenario: Scenario) -> None:

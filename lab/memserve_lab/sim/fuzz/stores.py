@@ -403,7 +403,7 @@ class FuzzedStore(StoreNode, DiskOwner):
             costs=setup.costs.to_json() if setup.costs is not None else b"",
         )
         capacity = max(4, scenario.event_capacity)
-        exchange = ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, capacity)
+        exchange = ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, capacity, room_wait_ns=0)
         self.logs = [
             self._recovered_log(segments, disk) for segments, disk in zip(setup.segments, self.disks, strict=True)
         ]

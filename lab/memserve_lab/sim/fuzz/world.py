@@ -23,6 +23,7 @@ from memserve.router.events import ClusterAction, PrefixPinned, PrefixUnpinned
 from memserve.router.follower import Follower
 from memserve.router.machine import Cluster
 from memserve_lab.sim.clock import Clock
+from memserve_lab.sim.engines import EngineNode
 from memserve_lab.sim.fuzz import checks, faults
 from memserve_lab.sim.fuzz import checks as store_checks
 from memserve_lab.sim.fuzz.admission_judge import AdmissionChecker
@@ -84,6 +85,7 @@ class World:
         pools = [PoolConfig(blocks, windows=scenario.windows) for blocks in scenario.hbm_blocks]
         rooms = [min(scenario.context_tokens, pool.tokens_in(BLOCK_TOKENS) + 1) for pool in pools]
         rooms += [scenario.context_tokens] * (scenario.shared is not None)
+        rooms += [setup.context_tokens for setup in scenario.engines]
         by_layer, whole = scenario.layered is not None, max(rooms)
         rooms = [scenario.context_tokens] if by_layer else rooms  # what has no room whole streams
         grammars = Random(f"lark/{scenario.seed}")
@@ -109,6 +111,10 @@ class World:
         setup = scenario.store
         self.stores = [FuzzedStore(self, setup, number) for number in range(setup.count)] if setup is not None else []
         self.network.nodes |= {store.peer.name: store for store in self.stores}
+        self.engines = [
+            EngineNode(self, f"e{number}", setup, BLOCK_TOKENS) for number, setup in enumerate(scenario.engines)
+        ]
+        self.network.nodes |= {engine.peer.name: engine for engine in self.engines}
         self.talking = {c.name: c for c in scenario.conversations}
         for conversation in scenario.conversations:
             self.clock.call_at(100 * MS + conversation.starts_ns, self._ask_turn, conversation)
@@ -305,7 +311,7 @@ class World:
         """A machine has handled an event: check its invariants and its actions."""
         if self._log is not None:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
-        if isinstance(node, (InstanceNode, RouterNode, FollowerNode, StoreNode)):
+        if isinstance(node, (InstanceNode, RouterNode, FollowerNode, StoreNode, EngineNode)):
             node.machine.check_invariants()
         if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
             self.referee.attempt_refused(client_of(event.message.request_id))
@@ -388,14 +394,15 @@ class World:
         if any(node.plans for node in self.instances):
             self._run_while(lambda: any(node.plans for node in self.instances), self.clock.now + 60 * SECOND)
             self._run_until(self.clock.now + 3 * SECOND)
-        if self._has_transfers():  # offers to a store that does not know of them, by one that has ended no plan yet
+        if self._has_transfers():  # offers of one that has ended no plan yet, of which the other side does not know
             ends_ns = store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS
             self._run_while(self._has_transfers, self.clock.now + ends_ns)
             self._run_until(self.clock.now + 1 * SECOND)
 
     def _has_transfers(self) -> bool:
         links = (node.machine.link for node in self.instances)
-        return any(link.exchange.transfers_open for link in links if link is not None)
+        exchanges = [link.exchange for link in links if link is not None]
+        return any(exchange.transfers_open for exchange in [*exchanges, *(s.machine.kv.exchange for s in self.stores)])
 
     def _run_until(self, end_ns: int) -> None:
         self._run_while(lambda: True, end_ns)
@@ -411,9 +418,11 @@ class World:
 
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows where everything lies."""
-        has_events, nodes = self.scenario.event_capacity > 0, [*self.stores, *self.routers.followers]
+        has_events, nodes = self.scenario.event_capacity > 0, [*self.stores, *self.routers.followers, *self.engines]
         checks.check_at_rest(self.router.machine, self.instances, nodes, has_events)
         self.routers.check_at_rest(has_events)
+        for engine in self.engines:
+            checks.check_engine_at_rest(self.router.machine, engine)
         for store in self.stores:
             store_checks.check_stores_at_rest(self.router.machine, store)
             store_checks.check_contents(store, self.instances[0].machine.pool, self.referee)
@@ -432,6 +441,7 @@ class World:
             counts.update(store.count_achievements())
         for achievements in (self.keyed.count_achievements(), self.routers.count_achievements()):
             counts.update(achievements)
+        counts["engine: answers"] += sum(engine.answers for engine in self.engines)
         for node in self.instances:
             counts.update(node.count_achievements())
         return counts

@@ -21,6 +21,7 @@ from memserve.api.openai.documents import Document, Documents
 from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel
 from memserve.api.openai.kv_hints import GivenHints, HintTarget, plan_hint
 from memserve.api.openai.paths import answer_as_owner, owner_field
+from memserve.api.openai.request.known_texts import Owner, TextPieces
 from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion, prefix_handle
 from memserve.api.openai.request.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
@@ -109,19 +110,28 @@ class CompletionPlanner:
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
         document = _document(body, caller, self._documents, "completions")
 
+        owner = caller.tenant, body.cache_salt or ""
+        pieces = self._encoder.find_pieces(body.prompt, owner)
+
         def planned() -> Generation:
-            plan = plan_completion(body, self._encode_prompts(body, document), self._model, caller, response_id)
-            return _as_configured(plan, self._config, ignored)
+            prompts = self._encode_prompts(body, document, owner, pieces)
+            return _as_configured(
+                plan_completion(body, prompts, self._model, caller, response_id), self._config, ignored
+            )
 
         text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
+        if pieces is not None:  # what is known costs as little as ids
+            text_bytes = text_bytes // CHECKING + text_bytes * pieces.unknown_chars // len(body.prompt)
         return await workers.run_work(caller.tenant, work_of(body, text_bytes) + _work_of_document(document), planned)
 
-    def _encode_prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
+    def _encode_prompts(
+        self, body: CompletionBody, document: Document | None, owner: Owner, pieces: TextPieces | None
+    ) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
         echo = bool(body.echo)
         is_cut = body.truncate_prompt_tokens is not None
         prompts = self._encoder.completion_prompts(
-            body.prompt, add_special_tokens=add_special_tokens, echo=echo, is_cut=is_cut
+            body.prompt, add_special_tokens=add_special_tokens, echo=echo, is_cut=is_cut, owner=owner, pieces=pieces
         )
         return prompts if document is None else document.before_prompts(prompts)
 

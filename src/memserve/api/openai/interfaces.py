@@ -220,6 +220,11 @@ class ModelNames:
         """Whether it is one of the model's own."""
         return name.casefold() in self._model_names
 
+    def is_listed(self, name: str) -> bool:
+        """Whether clients are shown it: it is no alias."""
+        shown = (shown_name.casefold() for shown_name in self.shown)
+        return name.casefold() in self._adapters or name.casefold() in shown
+
     def put_adapter(self, adapter: Adapter) -> None:
         """From now on its name leads to it."""
         self._adapters[adapter.name.casefold()] = adapter

@@ -12,7 +12,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +23,12 @@ from memserve.base.config import ClusterConfig
 from memserve.base.deployment import Followers, StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
+from memserve.cli.cluster.beside import ENGINES, fleet_app, fleet_host, following_host, tell_engines
 from memserve.cli.cluster.http import followers_at, listening, own_listener, serve_app
 from memserve.cli.cluster.picker import Endpoints
-from memserve.cli.credentials import followed_key, read_secret
+from memserve.cli.credentials import read_secret
 from memserve.cli.flags import HttpOptions
-from memserve.fleet.messages import EngineSpec, FleetOptions, read_engine
-from memserve.journal.folder import write_private
-from memserve.system.secrets import Followed
+from memserve.fleet.messages import FleetOptions, read_engine
 
 if TYPE_CHECKING:
     from memserve.fleet.host import FleetHost
@@ -38,12 +37,12 @@ log = logging.getLogger(__name__)
 
 
 def refuse_members(config: ClusterConfig, store: StoreOptions | None, routers: int) -> None:
-    """Raise :class:`UserError` for options that do not go together with ``--engine``. ``store`` None: instances are
-    asked for as well."""
+    """Raise :class:`UserError` for options that do not go together with ``--engine`` without ``--model``. ``store``
+    None: instances are asked for as well."""
     if store is None:
-        hint = "leave out --in-process, --prefill, --decode, --colocated and --cluster-port, or --engine"
-        raise UserError("--engine serves through other servers, and has no instances of its own", hint=hint)
-    store.refuse_options("leave out --engine")
+        hint = "add --model PATH, or leave out --in-process, --prefill, --decode, --colocated and --cluster-port"
+        raise UserError("--engine alone has no instances of its own: they need a model", hint=hint, param="model")
+    store.refuse_options("leave out --engine, or add --model PATH")
     if config.admission.counts_memory:
         hint = "use --admission bounded --max-active N"
         raise UserError("the memory of other servers is not known block by block", hint=hint, param="mode")
@@ -59,7 +58,7 @@ def run_fleet(
     options, as :func:`refuse_members` does."""
     refuse_members(config, store, routers)
     started = time.perf_counter()
-    host = _fleet_host(options, config, options.read_specs())
+    host = fleet_host(options, config, options.read_specs())
     with listening(http, is_shared=routers > 1) as listener, ExitStack() as stack:
         listeners = [listener]
         on_end: Callable[[], None] = lambda: None  # noqa: E731  # as the further routers' below
@@ -87,12 +86,8 @@ def run_further_router(
 ) -> None:
     """A router beside that of :func:`run_fleet`, which has started it with ``payload`` under ``name``."""
     file = Path(payload["engines_file"])
-    listed = Followed([file], lambda: _read_engines(file), "the engines", tells=False)
     options = FleetOptions(**{**payload["fleet"], "engines": ()})
-    # each router numbers engines in another order: of those that are equally good they choose different ones
-    specs, turn = listed.value(), int(name.rpartition("-")[2])
-    turn %= max(1, len(specs))
-    host = _fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed.value)
+    host = following_host(options, config, file, name)
     host.owner_url = owner_url
     with listening(http, is_shared=True) as listener:
         _serve_fleet(host, options, [listener], http, list)
@@ -107,16 +102,9 @@ def _further_routers(
     from memserve.host.supervisor import ChildOrder, ChildStart, Supervisor
 
     with tempfile.TemporaryDirectory(prefix="memserve-engines-") as folder:
-        file = Path(folder) / "engines"
+        file = Path(folder) / ENGINES
 
-        def tell_engines(specs: Sequence[EngineSpec]) -> None:
-            try:
-                write_private(file, "".join(f"{spec.text}\n" for spec in specs))
-            except OSError as error:
-                log.error("the other routers do not hear which engines there are: %s", error)
-
-        tell_engines(list(host.specs.values()))
-        host.on_engines_changed = tell_engines
+        tell_engines(host, file)
         payload = {**followers.keys, "engines_file": str(file), "fleet": dataclasses.asdict(options)}
         flags = ("--join", "127.0.0.1:1", *followers.flags)  # the owner is asked for nothing
         orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, routers + 1)]
@@ -130,47 +118,14 @@ def _further_routers(
             supervisor.close()
 
 
-def _read_engines(file: Path) -> tuple[EngineSpec, ...]:
-    try:
-        return tuple(read_engine(line) for line in file.read_text(encoding="utf-8").splitlines())
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-
-
-def _fleet_host(
-    options: FleetOptions,
-    config: ClusterConfig,
-    specs: Sequence[EngineSpec],
-    listed: Callable[[], Sequence[EngineSpec]] | None = None,
-) -> FleetHost:
-    from memserve.fleet.host import FleetHost
-
-    engine_key = _key_of(options.key_file)
-    tokens, key = options.prefill_tokens, secrets.token_bytes(16)
-    return FleetHost(specs, config, identity_key=key, engine_key=engine_key, prefill_tokens=tokens, listed=listed)
-
-
-def _key_of(path: str | None) -> Followed[str] | None:
-    return None if path is None else followed_key(Path(path))
-
-
 def _serve_fleet(
     host: FleetHost, options: FleetOptions, listeners: list[socket.socket], http: HttpOptions,
     ready_lines: Callable[[], list[str]], on_end: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     from memserve.api.http.middleware import KeyRing
-    from memserve.fleet.app import create_fleet_app
 
-    app = create_fleet_app(
-        host,
-        api_keys=http.api_keys.follow_keys(),
-        metrics_keys=http.metrics_keys.follow_keys(),
-        engines_key=_key_of(options.admin_key_file),
-        limits=http.limits,
-        silence_s=options.silence_s,
-    )
     endpoints = Endpoints(host, KeyRing(http.api_keys.follow_keys()), options.silence_s)
-    serve_app(app, listeners, http, ready_lines, on_end, endpoints)
+    serve_app(fleet_app(host, options, http), listeners, http, ready_lines, on_end, endpoints)
 
 
 CALL_S = 10.0
@@ -191,7 +146,9 @@ app = typer.Typer(
 
 @app.command()
 def join(
-    engine: Annotated[str, typer.Argument(help="vllm=http://HOST:PORT[,events=...][,replay=...], or sglang=...")],
+    engine: Annotated[
+        str, typer.Argument(help="vllm=http://HOST:PORT[,events=...][,replay=...], or another one, as --engine has it.")
+    ],
     *,
     engine_admin_key_file: KeyFile,
     router: Router = DEFAULT_ROUTER,
@@ -204,7 +161,7 @@ def join(
 
 @app.command()
 def leave(
-    name: Annotated[str, typer.Argument(help="HOST:PORT of the server.")],
+    name: Annotated[str, typer.Argument(help="HOST:PORT of the server, with its base if it has one.")],
     *,
     engine_admin_key_file: KeyFile,
     router: Router = DEFAULT_ROUTER,

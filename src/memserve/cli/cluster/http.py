@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from memserve.base.errors import UserError
 from memserve.base.options import command_line_of
 from memserve.base.types import AS_COMPUTED
 from memserve.cli import flags as opt
+from memserve.cli.cluster.beside import engine_lines, follower_words, open_beside, write_engines_of
 from memserve.cli.cluster.picker import Endpoints, OwnRouters, check_picker, in_turn, with_picker
 from memserve.cli.output import print_lines
 from memserve.model.loading.lora import Adapter
@@ -25,9 +27,11 @@ from memserve.system.process import EndRequested, on_ending_signals, signals_rai
 
 if TYPE_CHECKING:
     from memserve.api.app import Application
+    from memserve.api.front import ModelFront
     from memserve.api.http.limits import Edge
     from memserve.api.http.server import DrainedApp
     from memserve.api.openai.interfaces import ServingEngine
+    from memserve.fleet.beside import RelayedFleet
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.loader import LoadedModel
 
@@ -80,7 +84,7 @@ def followers_at(listeners: Sequence[socket.socket], http: opt.HttpOptions, *par
     words = [word for config in configs for word in command_line_of(config)]
     owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
     keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
-    return Followers((*owner, *tls, *words), keys)
+    return Followers((*owner, *tls, *words, *follower_words(http)), keys, partial(write_engines_of, http))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,11 +139,17 @@ def serve_until_signal(
     started: float,
 ) -> None:  # fmt: skip
     """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
-    app, model = app_of(served.engine, served.model, source, adapters, http, served.folder, served.lora_folder)
+    app: DrainedApp
+    relayed: RelayedFleet | None = None
+    if http.beside is None:
+        app, model = app_of(served.engine, served.model, source, adapters, http, served.folder, served.lora_folder)
+    else:
+        app, model, relayed = _front_of_one(served, source, adapters, http)
     port = listeners[0].getsockname()[1]
 
     def ready_lines() -> list[str]:
         text = [ready_text([model.name], http.api_url(port), time.perf_counter() - started, http.api_keys.are_given)]
+        text += engine_lines(relayed)
         if served.text:
             text.append(served.text)
         if len(listeners) > 1:
@@ -148,6 +158,25 @@ def serve_until_signal(
         return text + precision_lines(model, adapters)
 
     serve_app(app, listeners, http, ready_lines, served.on_end, served.routers.endpoints(http, port))
+
+
+def _front_of_one(
+    served: Served, source: str, adapters: tuple[Adapter, ...], http: opt.HttpOptions
+) -> tuple[ModelFront, LoadedModel | RemoteModel, RelayedFleet | None]:
+    """One model, and those of other servers, behind one front."""
+    from memserve.api.front import ModelFront, ServerKeys
+    from memserve.api.http.limits import Edge
+    from memserve.api.metrics.http import ApiMetrics
+    from memserve.api.model_table import ModelPart, ModelTable
+
+    edge = Edge(http.limits, ApiMetrics())
+    answering = served.engine, served.model, source, adapters, http
+    app, model = app_of(*answering, lora_folder=served.lora_folder, edge=edge)
+    relayed = open_beside(http, edge)
+    table = ModelTable([ModelPart(model.name, app, source=source)], relayed)
+    keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
+    front = ModelFront(table, edge, keys=keys, config=http.api, batches_folder=served.folder)
+    return front, model, relayed
 
 
 def precision_lines(model: LoadedModel | RemoteModel, adapters: tuple[Adapter, ...]) -> list[str]:

@@ -27,7 +27,7 @@ from memserve.cli.cluster.models import slug_of
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
 from memserve.cli.flags import split_address
 from memserve.cli.output import progress_bar
-from memserve.fleet.messages import EngineSpec
+from memserve.fleet.messages import EngineSpec, FleetOptions
 from memserve.instance.scheduler.capacity import kv_tokens
 from memserve.journal.keeper import Metadata, MetadataPlace, open_metadata
 from memserve.model.gpu.setup import check_gpu_shares, on_gpus, refuse_on_gpu
@@ -80,16 +80,19 @@ class EngineMembers:
         """Those that serve the model of this name; empty: the only one."""
         return dataclasses.replace(self, specs=tuple(spec for spec in self.specs if not name or spec.model == name))
 
-    def check_models(self, names: Sequence[str], *, standalone: bool) -> None:
-        """Raise :class:`UserError` for one that serves no model of ``names`` (one that is empty is any), and where
-        there is no cluster."""
-        if self.specs and standalone:
+    @classmethod
+    def of_models(cls, fleet: FleetOptions, names: Sequence[str], *, standalone: bool) -> EngineMembers:
+        """Those of ``fleet``. Raises :class:`UserError` for one that serves no model of ``names`` (one that is empty is
+        any), and where there is no cluster."""
+        specs = fleet.member_specs
+        if specs and standalone:
             raise UserError("one engine alone has no members", hint="leave out --in-process, or model= of --engine")
-        for spec in self.specs:
+        for spec in specs:
             if "" not in names and spec.model not in names:
                 hint = f"one of {', '.join(names)}; without model= it answers for the models that it lists"
                 message = f"--engine {spec.url} names {spec.model!r}, which no --model has"
                 raise UserError(message, hint=hint, param="engine")
+        return cls(specs, fleet.key_file)
 
     def flags_of(self, spec: EngineSpec) -> tuple[str, ...]:
         """Options of ``memserve instance``."""
@@ -283,6 +286,7 @@ def starting_cluster(
     if metadata.folder is not None:
         orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
         ChildrenFile(metadata.folder).end_useless({order.name: order.command_line for order in orders})
+    options.followers.on_start()
     engine = _open_router(options, base)
     orders = _orders(engine_options, most, engine.address, log_level)
     first = [order for order in orders if options.begins_with(order)]

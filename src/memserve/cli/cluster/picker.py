@@ -20,8 +20,8 @@ from memserve.transport.network_devices import with_port
 if TYPE_CHECKING:
     from memserve.api.http.middleware import KeyRing
     from memserve.api.http.server import DrainedApp
+    from memserve.fleet.gateway.server import WithPicker
     from memserve.fleet.host import FleetHost
-    from memserve.fleet.picker_server import WithPicker
     from memserve.protocol.peers import PeerInfo
 
 FLAG = "--endpoint-picker"
@@ -102,8 +102,8 @@ def with_picker(app: DrainedApp, http: HttpOptions, endpoints: Endpoints) -> Wit
     """``app`` with the picker that ``http`` asks for; None: it asks for none."""
     if http.server.endpoint_picker is None:
         return None
-    from memserve.fleet.picker import Picker
-    from memserve.fleet.picker_server import PickerAddress, PickerServer, WithPicker
+    from memserve.fleet.gateway.picker import Picker
+    from memserve.fleet.gateway.server import PickerAddress, PickerServer, WithPicker
 
     are_routers = endpoints.are_routers
     picker = Picker(endpoints.host, app.state.edge, endpoints.keys, endpoints.silence_s, has_engine_key=not are_routers)

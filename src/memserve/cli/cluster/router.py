@@ -30,6 +30,7 @@ from memserve.cli.cluster.models import Models, NamedModel, read_models, slug_of
 from memserve.cli.cluster.several import FollowedModel, serve_followed
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
 from memserve.cli.output import print_lines
+from memserve.fleet.messages import FleetOptions
 from memserve.model.loading.lora import read_adapters
 from memserve.system.process import EndRequested, signals_raise
 from memserve.system.secrets import GivenKeys, Secret, as_followed, follow_secret
@@ -103,16 +104,22 @@ def router(
     keys: credentials.KeyOptions,
     edge: EdgeConfig,
     cluster: ClusterConfig,
+    fleet: FleetOptions,
+    engines_file: Annotated[
+        Path | None, typer.Option(hidden=True, help="Which servers of other projects there are, as the owner says.")
+    ] = None,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
     """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
 
     Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission,
-    --sequence-parallel, keys.
+    --sequence-parallel, --engine, keys.
     """
     cluster.admission.refuse_idle()
     models = read_models(model or [], engine, (None, None, None), StoreOptions())
-    http = partial(opt.HttpOptions, server, tls=keys.read_tls(), limits=edge, api=api)
+    has_engines = fleet.are_given or engines_file is not None
+    beside = opt.EnginesBeside(fleet, cluster, engines_file, name or "", owner_url) if has_engines else None
+    http = partial(opt.HttpOptions, server, tls=keys.read_tls(), limits=edge, api=api, beside=beside)
     if supervised:
         _run_supervised(models, join, name or "", cluster, http, server.log_level, owner_url)
         return
@@ -278,7 +285,7 @@ def _wait_until_ready(router: RouterEngine, place: FollowerOptions, print_line: 
 
     started, reported_s = time.monotonic(), 0.0
     addresses = ", ".join(place.join).replace("tcp://", "")
-    while not router.stats().serving:
+    while not (router.stats().serving and with_models(router.members())):  # engines do not say what the model is
         _check_accepted(router.refused)
         seconds = time.monotonic() - started
         if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:

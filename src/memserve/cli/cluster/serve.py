@@ -18,6 +18,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Admission, Caching
 from memserve.cli import credentials
 from memserve.cli import flags as opt
+from memserve.cli.cluster.beside import with_engines_file
 from memserve.cli.cluster.fleet import run_fleet
 from memserve.cli.cluster.http import (
     Served,
@@ -93,31 +94,31 @@ def serve(
     fleet: FleetOptions,
     placement: PlacementOptions,
 ) -> None:
-    """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
+    """Serve models over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
-    _check_shape(engine, routers, placement, standalone=in_process, engines=fleet.is_relay)
-    http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api)
+    is_fleet = fleet.relays.are_given and not (model or fleet.member_specs)
+    _check_shape(engine, routers, placement, standalone=in_process, engines=is_fleet)
+    beside = opt.EnginesBeside(fleet.relays, cluster) if fleet.relays.are_given else None
+    http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api, beside)
     shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
-    if fleet.is_relay:
+    if is_fleet:
         has_instances = in_process or any(option is not None for option in shape_options)
         run_fleet(fleet, http, cluster, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
-    engines = EngineMembers(fleet.member_specs, fleet.key_file)
-    engines.check_models([model.name for model in models], standalone=in_process)
+    engines = EngineMembers.of_models(fleet, [model.name for model in models], standalone=in_process)
     if in_process:
         refuse_names(models, "leave out --in-process, or give one --model PATH without a name")
         store.refuse_options("leave out --in-process")
         run_server(_standalone_options(models[0].engine, cluster.admission, *shape_options), http, None)
         return
     records = metadata_place(metadata, server.port, credentials.etcd_access(metadata_credentials))
-    is_open = cluster_port is not None or any(map(has_store, models))
-    secret = credentials.secret_of(cluster_secret_file, is_needed=is_open)
+    has_others = cluster_port is not None or any(map(has_store, models))
+    secret = credentials.secret_of(cluster_secret_file, is_needed=has_others)
 
     def options_of(model: NamedModel) -> ClusterOptions:
-        local = _engine_of(model, placement)
-        config = cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
+        local, config = _local_options(model, placement, cluster)
         shape = choose_counts(*model.counts, local, placement.scaling)
         return ClusterOptions(
             shape.prefill, shape.decode, shape.colocated, config, link, cluster_host, cluster_port, secret, records,
@@ -127,13 +128,17 @@ def serve(
 
     if models[0].name:
         run_models(models, engine, options_of, http, records)
-        return
-    run_server(models[0].engine, http, options_of(models[0]))
+    else:
+        run_server(models[0].engine, http, options_of(models[0]))
 
 
-def _engine_of(model: NamedModel, placement: PlacementOptions) -> EngineOptions:
-    """As this host needs it: where Ray runs the instances, Ray has the GPUs."""
-    return dataclasses.replace(model.engine, device="cpu") if placement.remote_place is not None else model.engine
+def _local_options(
+    model: NamedModel, placement: PlacementOptions, cluster: ClusterConfig
+) -> tuple[EngineOptions, ClusterConfig]:
+    """As this host needs them: where Ray runs the instances, Ray has the GPUs; nothing is cached where they do not."""
+    on_ray = placement.remote_place is not None
+    local = dataclasses.replace(model.engine, device="cpu") if on_ray else model.engine
+    return local, cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
 
 
 def _check_shape(
@@ -194,6 +199,8 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         reads(ServeArguments(engine_options, http, cluster))
         return
     if cluster is not None and cluster.placement.remote_place is not None:
+        if http.beside is not None:
+            raise UserError("on Ray, --model has no engines beside it", hint="leave out --engine, or --on", param="on")
         from memserve.cli.cluster.ray import run_on_ray
 
         run_on_ray(engine_options, http, cluster)
@@ -201,11 +208,12 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     started = time.perf_counter()
     adapters = read_adapters(engine_options.lora)
     is_shared = cluster is not None and cluster.routers > 1
-    with listening(http, is_shared=is_shared) as listener, ExitStack() as open_sockets:
+    with listening(http, is_shared=is_shared) as listener, ExitStack() as stack:
         listeners = [listener]
         print_lines(f"loading {engine_options.model} ...")
         if cluster is not None and is_shared:
-            listeners.append(open_sockets.enter_context(own_listener(http.server.host, listener)))
+            http = stack.enter_context(with_engines_file(http, cluster.metadata.folder, is_shared=True))
+            listeners.append(stack.enter_context(own_listener(http.server.host, listener)))
             model = EngineOptions(model=engine_options.model, lora=engine_options.lora)
             cluster = dataclasses.replace(cluster, followers=followers_at(listeners, http, model, cluster.config))
         log_level = http.server.log_level

@@ -20,6 +20,7 @@ from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import flags as opt
+from memserve.cli.cluster.beside import engine_lines, open_beside, with_engines_file
 from memserve.cli.cluster.http import (
     app_of,
     followers_at,
@@ -55,7 +56,7 @@ from memserve.store.host.files import stored_secret
 from memserve.system.secrets import Followed, as_followed
 
 if TYPE_CHECKING:
-    from memserve.api.front import ModelPart
+    from memserve.api.model_table import ModelPart
     from memserve.api.sleeping import ModelSleep
     from memserve.host.router import RouterEngine
     from memserve.model.loading.card import RemoteModel
@@ -99,12 +100,14 @@ def run_models(
 
     Raises :class:`UserError`: for wrong options before anything is loaded."""
     from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
+    from memserve.api.model_table import ModelTable
 
     _check_options(models, http, options := plan(models[0]))
     started, file = time.perf_counter(), http.server.admin_key_file
     admin_key = None if file is None else followed_key(Path(file))
     is_shared = options.routers > 1
     with ExitStack() as stack:
+        http = stack.enter_context(with_engines_file(http, place.folder, is_shared=is_shared))
         listeners = [stack.enter_context(listening(http, is_shared=is_shared))]
         if is_shared:
             listeners.append(stack.enter_context(own_listener(http.server.host, listeners[0])))
@@ -112,14 +115,15 @@ def run_models(
         running.open_models(models)
         keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
         admin = None if admin_key is None else ModelAdmin(running, admin_key, http.server.drain_s)
-        front = ModelFront(
-            running.parts, running.edge, keys=keys, config=http.api, batches_folder=running.batches_folder, admin=admin
-        )
+        relayed = open_beside(http, running.edge)
+        table, folder = ModelTable(running.parts, relayed), running.batches_folder
+        front = ModelFront(table, running.edge, keys=keys, config=http.api, batches_folder=folder, admin=admin)
         url = http.api_url(listeners[0].getsockname()[1])
 
         def ready_lines() -> list[str]:
             seconds, needs_key = time.perf_counter() - started, http.api_keys.are_given
-            return [ready_text(front.model_names(), url, seconds, needs_key), *running.lines]
+            own_names = [part.name for part in table.parts]
+            return [ready_text(own_names, url, seconds, needs_key), *running.lines, *engine_lines(relayed)]
 
         routers = OwnRouters(options.host, running.router_urls)
         endpoints = routers.endpoints(http, listeners[0].getsockname()[1])
@@ -157,9 +161,10 @@ def serve_followed(
     models: Sequence[FollowedModel], listener: socket.socket, http: opt.HttpOptions, started: float
 ) -> None:
     """Answer for all ``models``, beside their owner, until a signal asks for the end."""
-    from memserve.api.front import ModelFront, ModelPart, ServerKeys
+    from memserve.api.front import ModelFront, ServerKeys
     from memserve.api.http.limits import Edge
     from memserve.api.metrics.http import ApiMetrics
+    from memserve.api.model_table import ModelPart, ModelTable
 
     edge = Edge(http.limits, ApiMetrics())
     parts = []
@@ -168,10 +173,13 @@ def serve_followed(
         app, _ = app_of(followed.engine, followed.card, model.engine.model, followed.adapters, http_of, edge=edge)
         parts.append(ModelPart(model.name, app, source=model.text))
     keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
-    front, url = ModelFront(parts, edge, keys=keys, config=http.api), http.api_url(listener.getsockname()[1])
+    table, url = ModelTable(parts, open_beside(http, edge)), http.api_url(listener.getsockname()[1])
+    front = ModelFront(table, edge, keys=keys, config=http.api)
 
     def ready_lines() -> list[str]:
-        return [ready_text(front.model_names(), url, time.perf_counter() - started, http.api_keys.are_given)]
+        seconds = time.perf_counter() - started
+        text = ready_text([part.name for part in parts], url, seconds, http.api_keys.are_given)
+        return [text, *engine_lines(table.relayed)]
 
     serve_app(front, [listener], http, ready_lines, lambda: None)
 
@@ -310,7 +318,7 @@ class ModelSet:
 
     def _finish(self, cluster: _Cluster) -> ModelPart:
         """Wait until it is ready; what answers for it."""
-        from memserve.api.front import ModelPart
+        from memserve.api.model_table import ModelPart
 
         model, http = cluster.model, _named_http(self._http, cluster.model.name)
         try:

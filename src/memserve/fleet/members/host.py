@@ -443,11 +443,11 @@ class _Membership:
         """Ask the engine, and post what it answers."""
         http_call = HttpCall(self._options.spec.url)
         try:
-            read = self._dialect.reader(call)
+            read, path = self._dialect.reader(call), self._options.spec.base_path + self._dialect.path
             headers = [(b"content-type", b"application/json"), (b"accept-encoding", b"identity")]
             if key := self._key.value():
                 headers.append((b"authorization", b"Bearer %b" % key.encode()))
-            await http_call.send_request("POST", self._dialect.path, headers, self._dialect.body(call), CALL_SILENCE_S)
+            await http_call.send_request("POST", path, headers, self._dialect.body(call), CALL_SILENCE_S)
             if http_call.status != 200:
                 await self._post_refusal(call_id, http_call)
                 return

@@ -25,7 +25,7 @@ from typing import Any
 
 from memserve import _core
 from memserve.base.errors import check
-from memserve.base.types import FinishReason, Request, TokenOutput
+from memserve.base.types import FinishReason, Request, Tier, TokenOutput
 from memserve.fleet.kv_events import EngineKvFeed, KvEntries, KvListener
 from memserve.fleet.members.dialects import Dialect, SequenceCall
 from memserve.fleet.members.events import (
@@ -470,6 +470,10 @@ class EngineMember:
     def stats(self) -> InstanceStats:
         """Gauges and totals, as an instance has them."""
         return self._work.stats(self._report, self._terms, self._routers.counts_of(None))
+
+    def cached_identities(self) -> bytes:
+        """Of the blocks that the engine has, as far as it has said so: 16 bytes each."""
+        return self._index.cached_identities(Tier.HBM)
 
     def heartbeat_load(self, now_ns: int) -> LoadRead:
         """What a heartbeat tells at time ``now_ns`` (ns), to the owner and to each follower."""

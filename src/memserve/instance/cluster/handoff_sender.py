@@ -113,7 +113,8 @@ class HandoffSender:
     def _offer_group(
         self, group: Group, remote: RemoteState, sequence: Sequence, tokens: TokenArray, start: int, now_ns: int
     ) -> None:
-        """Offer the KV of ``tokens``, the first of ``sequence``, of which those from ``start`` on are not computed."""
+        """Offer the KV of ``tokens``, the first of ``sequence``, of which those from ``start`` on are not computed. The
+        offer has every block that ``sequence`` has of them, however they lie."""
         request, end_block = remote.original or group.request, ceil_div(len(tokens), self._state.memory.block_tokens)
         by_layer = sequence.layered
         blocks = sequence.blocks[: end_block if by_layer is None else min(end_block, by_layer.first)]
@@ -135,6 +136,8 @@ class HandoffSender:
             terms,
         )
         remote.offered_blocks, remote.named_blocks = len(blocks) + len(dram_blocks), 0
+        # an offer names HBM before DRAM: what is whole behind entries in DRAM follows
+        self._extend_offer(remote, sequence, end_block)
 
     def _announce_earlier(self, remote: RemoteState, sequence: Sequence, end_block: int, plan: StepPlan) -> None:
         """Blocks before the row: from the cache, computed or copied by plans made so far; where the request migrates,
@@ -178,7 +181,6 @@ class HandoffSender:
         self._offer_group(group, remote, sequence, tokens, len(tokens), self._state.now)
         end_block, fence = ceil_div(len(tokens), self._state.memory.block_tokens), 0
         if sequence.layered is not None:
-            self._extend_offer(remote, sequence, end_block)
             fence = self._exchange.fence
         self._exchange.announce_computed(remote.offer_id or "", 0, end_block, fence=fence)
         remote.named_blocks = end_block

@@ -29,7 +29,7 @@ from memserve.kv.transfer.context import (
     TransferPool,
 )
 from memserve.kv.transfer.events import ExchangeCounters, Firsts, Outcome, PagesPulled, PagesSealed
-from memserve.kv.transfer.imports import Fetching, Import
+from memserve.kv.transfer.imports import Fetching, Import, RoomWait
 from memserve.kv.transfer.receiver import Receiver
 from memserve.kv.transfer.remote_allocation import Allocation, AllocCall, RemoteAllocation
 from memserve.kv.transfer.sender import Export, Sender
@@ -361,6 +361,8 @@ class Exchange:
                     self._sender.expire_export(thing, "the lease has ended")
                 case Import():
                     self._receiver.expire_import(thing)
+                case RoomWait():
+                    self._receiver.end_room_wait(thing)
                 case Fetching():
                     self._receiver.fetches.expire_fetch(thing)
                 case SpareTurn():
@@ -406,7 +408,7 @@ class Exchange:
         older = self._context.peers.add_member(info)
         if older is not None:
             self._end_peer(older, f"{older.name} has started anew")
-        self._receiver.peer_joined(info.peer)
+        self._receiver.peer_joined(info.peer, now_ns)
         return self._take_outcomes(now_ns)
 
     def set_members(self, members: Sequence[PeerInfo], now_ns: int) -> list[Outcome]:

@@ -185,6 +185,12 @@ class Import:
         return self.offer.insert and (request is None or request.use_cache)
 
     @property
+    def is_unasked(self) -> bool:
+        """Whether it is for the own cache, and neither a request nor a caller here waits for it."""
+        offer = self.offer
+        return offer.insert and offer.request is None and self.fetching is None and not offer.dst_blocks
+
+    @property
     def kv_end(self) -> int:
         """Behind the last block with KV: the rest holds the recurrent state behind all tokens."""
         return self.end_block - self.offer.state_blocks
@@ -200,6 +206,22 @@ class Import:
             "" if self.placement is None else f" {int(self.placement.arrived.sum())} of {self.placement.arrived.size}"
         )
         return f"<Import {kind} {self.transfer_id} {self.phase.name.lower()}{pages}>"
+
+
+@dataclass(slots=True, eq=False)
+class RoomWait:
+    """How long KV may wait for room that no request waits for.
+
+    Its sender holds blocks for it, for whose room handoffs may wait, and the own side holds blocks for those: without
+    an end, all of them would wait for each other until a lease ends."""
+
+    imported: Import
+    deadline_ns: int
+
+    @property
+    def over(self) -> bool:
+        """Whether the import has a place, or has ended."""
+        return self.imported.phase is not ImportPhase.WAITING_FOR_ROOM
 
 
 def end_block_of(offer: Offer, block_tokens: int) -> int:

@@ -5,7 +5,7 @@
     Offer -> waiting ---a member, its identity checked, room---> placed ---Ready, fence---> pulled ... -> complete
                |  ^                                                 |
                |  +-- no room: tried again, tenants by turns        +--> failed: mismatch, withdrawn, peer gone ...
-               +--> refused
+               +--> refused; also what no request waits for, when it has waited for room a little
 
 Nothing is retried: KV that does not come is computed instead. An import gives back all that it holds when it ends, in
 whichever way; a pull under way has references of its own (see ``pulls``).
@@ -28,6 +28,7 @@ from memserve.kv.transfer.imports import (
     ImportCause,
     ImportPlacement,
     NoPlace,
+    RoomWait,
     complete_import,
     end_block_of,
     objection,
@@ -83,7 +84,7 @@ class Receiver:
             imported.advance_phase(ImportCause.SENDER_UNKNOWN)
             self._awaiting_member = [earlier for earlier in self._awaiting_member if not earlier.over] + [imported]
         else:
-            self._wait_for_room(imported)
+            self._wait_for_room(imported, now_ns)
 
     def _open_import(self, sender: Peer, offer: Offer, fetching: Fetching | None, now_ns: int) -> Import:
         sources = [(offer.tier, block) for block in offer.blocks] + [(Tier.DRAM, block) for block in offer.dram_blocks]
@@ -150,14 +151,14 @@ class Receiver:
 
     # -- a place
 
-    def peer_joined(self, peer: Peer) -> None:
+    def peer_joined(self, peer: Peer, now_ns: int) -> None:
         """Offers of ``peer`` may have come before the news that it is a member."""
         for imported in self._awaiting_member:
             if imported.sender.name == peer.name and not imported.over:
-                self._wait_for_room(imported)
+                self._wait_for_room(imported, now_ns)
         self._awaiting_member = [imported for imported in self._awaiting_member if imported.sender.name != peer.name]
 
-    def _wait_for_room(self, imported: Import) -> None:
+    def _wait_for_room(self, imported: Import, now_ns: int) -> None:
         imported.advance_phase(ImportCause.SENDER_KNOWN)
         if imported.offer.part_of:
             self._awaiting_sequence[imported.transfer_id] = imported
@@ -165,6 +166,9 @@ class Receiver:
             return
         tenant, blocks = tenant_of(imported.offer.tenant), imported.end_block - imported.offer.first_block
         self._waiting.push(tenant, imported.transfer_id, imported, blocks)
+        room_wait_ns = self._context.config.room_wait_ns
+        if imported.is_unasked and room_wait_ns:
+            self._deadlines.add(RoomWait(imported, now_ns + room_wait_ns))
 
     def try_waiting(self) -> None:
         """Give places by turns of tenants, as far as there is room. An import that is too big to go first keeps the
@@ -282,6 +286,10 @@ class Receiver:
             complete_import(self._context, imported, imported.placement, "a part, in time")
         else:
             self._fail_import(imported, "not in time")
+
+    def end_room_wait(self, wait: RoomWait) -> None:
+        """KV that no request waits for has found no room in time."""
+        self._refuse_import(wait.imported, "there is no room")
 
     def peer_removed(self, peer: Peer, reason: str) -> None:
         """Fail all imports and fetches from ``peer``."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from memserve import _core
 from memserve.base.config import ClusterConfig
-from memserve.base.types import Caching, Role, Tier, TransferMode
+from memserve.base.types import Caching, KVGeometry, Role, Tier, TransferMode
 from memserve.protocol.peers import Holder
 from memserve.router.admission.needs import Team
 from memserve.router.members.loads import ROLE_CODE, Ints, Work, roles_for, sides_of
@@ -115,6 +115,8 @@ class Placer:
         self._decide = policy_named(config.policy)
         self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
         self._sessions, self._named_prefixes = sessions, handles
+        self._sized: KVGeometry | None = None
+        self._token_bytes = 0  # of ``_sized``
 
     def choose_placement(self, req: RequestState) -> Placement | None:
         """Which instances run ``req``; ``None``: no untried instance takes requests and has room for the prompt.
@@ -223,6 +225,11 @@ class Placer:
         geometry = self._registry.geometry
         return geometry.block_tokens if geometry is not None else 1
 
+    def _bytes_of_token(self, geometry: KVGeometry | None) -> int:
+        if geometry is not self._sized:  # computed once for each model, not for each request
+            self._sized, self._token_bytes = geometry, geometry.token_bytes if geometry is not None else 0
+        return self._token_bytes
+
     def _build_ask(self, req: RequestState, prompt_tokens: int, most: list[Most]) -> Ask:
         request, geometry = req.request, self._registry.geometry
         favourites = self._sessions.member_numbers(request.tenant, request.session)
@@ -233,7 +240,7 @@ class Placer:
             prompt_tokens,
             request.stop.max_tokens,
             max(request.n, request.beam_width),
-            geometry.token_bytes if geometry is not None else 0,
+            self._bytes_of_token(geometry),
             favourites,
             self._best_holding(most),
             self._block_tokens(),

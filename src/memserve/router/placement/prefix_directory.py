@@ -110,7 +110,7 @@ class Trees:
         self.directory = _core.PrefixDirectory()
         self.stores = StoreUnion(self.directory)
         self._timers = timers
-        self._expires = False  # a timer is armed for what is expected
+        self._expiry_ns: int | None = None  # the first armed timer for what is expected
         self._config = config
         self._counters = counters
         self._key = key
@@ -274,16 +274,19 @@ class Trees:
 
     def expire_expected(self, _: None, now_ns: int) -> None:
         """The timer of all that is expected: forget what was expected and has not been confirmed in time."""
-        self._expires = False
+        if self._expiry_ns is not None and self._expiry_ns <= now_ns:
+            self._expiry_ns = None
         self.directory.expire(now_ns)
         self._wake_for_expiry()
 
     def _wake_for_expiry(self) -> None:
-        """One timer for all that is expected, at whole seconds: nothing depends on the moment."""
+        """At whole seconds: nothing depends on the moment. What is expected for a short time, of a member that tells
+        what it has, must not wait for what is expected for a long time of one that does not."""
         due_ns = self.directory.next_expiry_ns
-        if due_ns is not None and not self._expires:
-            self._expires = True
-            self._timers.arm(ceil_div(due_ns, NS_PER_S) * NS_PER_S, self.expire_expected, None)
+        wake_ns = None if due_ns is None else ceil_div(due_ns, NS_PER_S) * NS_PER_S
+        if wake_ns is not None and (self._expiry_ns is None or wake_ns < self._expiry_ns):
+            self._expiry_ns = wake_ns
+            self._timers.arm(wake_ns, self.expire_expected, None)
 
     def block_count(self, number: int) -> int:
         """Blocks that an instance is taken to have, those that are only expected included."""

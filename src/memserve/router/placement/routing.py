@@ -273,11 +273,14 @@ def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) ->
     return Route(best_first, best_decoder, _cost_reason(ask, best_first, best_decoder))
 
 
+_SPENT = "queue", "fetch", "swap in", "prefill", "transfer"
+
+
 def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
     _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = first_cost(ask, first)
     transfer_ns = 0 if decoder is None else handoff_ns(ask, first, decoder)
-    spent = ("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns)
-    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", transfer_ns)) if ns])
+    spent_ns = queue_ns, fetch_ns, swap_ns, prefill_ns, transfer_ns
+    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in zip(_SPENT, spent_ns, strict=True) if ns])
     places = f"{first.name} to {decoder.name}" if decoder is not None else first.name
     return f"cost: {places} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
 

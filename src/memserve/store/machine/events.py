@@ -207,7 +207,7 @@ class MoveConfig:
 class StoreConfig:
     """Settings of a store's machine."""
 
-    exchange: ExchangeConfig = field(default_factory=lambda: ExchangeConfig(pulls_in_flight=8))
+    exchange: ExchangeConfig = field(default_factory=lambda: ExchangeConfig(pulls_in_flight=8, room_wait_ns=0))
     """How KV blocks are taken and lent."""
     fetch_deadline_ns: int = 2 * NS_PER_S
     """How long a fetch waits for reads from disks; then what has come is lent. A fetch may ask for less."""

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from browser import browsers
 from fleet_server import FleetServer, fleet_server, spec_of
+from front_world import running_front
 from memserve.api.ui import feed
 from memserve.base.config import ClusterConfig
 from scripted_engine import scripted_engines
@@ -83,6 +84,28 @@ def test_a_fleet_asks_for_the_keys_that_its_metrics_ask_for() -> None:
         assert answers["none"].status_code == 401
         assert answers["sk-ada"].json()["members"] == [] and len(answers["sk-op"].json()["members"]) == 1
         assert "memserve_fleet_engine_up" not in answers["sk-ada"].json()["metrics"]
+
+
+def test_an_engines_model_is_chosen_and_asked() -> None:
+    """Beside own models, and not the first one that engines have."""
+    with browsers() as open_browser, scripted_engines(1) as (engine,):
+        engine.models = ["first", "second"]
+        with running_front(specs=[spec_of(engine)]) as front:
+            browser = open_browser()
+            browser.open(f"{front.url}/ui?model=second#chat")
+            chosen = "return document.querySelector('#model select')?.value"
+            assert browser.until(chosen) == "second"
+            options = "return [...document.querySelectorAll('#model option')].map((option) => option.value)"
+            assert browser.run(options) == ["one", "two", "first", "second"]
+            browser.until("return document.querySelector('textarea')")
+            browser.run(
+                "document.querySelector('textarea').value = 'hi'; document.querySelector('form').requestSubmit()"
+            )
+            eventually(lambda: bool(engine.asked))
+            assert engine.asked[0].fields["model"] == "second"
+            browser.open(f"{front.url}/ui?model=two")
+            assert browser.until(chosen) == "two"
+            assert browser.errors() == []
 
 
 def test_a_fleet_is_drawn_with_the_figures_of_metrics() -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from memserve.api.http.client import HttpFault
+from memserve.base.errors import UserError
 from memserve.base.types import Request, SamplingParams, StopParams, TokenLogprobs
 from memserve.fleet.members.dialects import END_OF_STREAM, AnswerPiece, Dialect, SequenceCall, dialect_of, event_data
-from memserve.fleet.messages import EngineKind
+from memserve.fleet.messages import EngineKind, read_engine
 
-KINDS = [kind for kind in EngineKind if kind is not EngineKind.MEMSERVE]  # routers are no members
+KINDS = [kind for kind in EngineKind if dialect_of(kind) is not None]
 
 
 def call_of(sampling: SamplingParams | None = None, generated: tuple[int, ...] = (), **more: Any) -> SequenceCall:
@@ -187,3 +188,10 @@ def test_events_are_put_together_however_they_come() -> None:
         data_in(whole, b"data: {")
     with pytest.raises(HttpFault, match="full"):
         data_in(b'error: {"message": "full"}\n\n')
+
+
+def test_servers_of_which_nothing_is_known_speak_in_text() -> None:
+    assert dialect_of(EngineKind.OPENAI) is None
+    with pytest.raises(UserError, match="unknown or repeated part"):
+        read_engine("openai=http://10.0.0.1:8000,model=x")
+    assert read_engine("llamacpp=http://10.0.0.1:8000,model=x").model == "x"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from memserve_lab.sim.fuzz.faults import device, disk, process, store, wire
+from memserve_lab.sim.fuzz.faults import device, disk, engine, process, store, wire
 from memserve_lab.sim.fuzz.faults.process import World
 from memserve_lab.sim.fuzz.scenario import ROW, Fault
 from memserve_lab.sim.fuzz.scenario_features import STORE_FAULTS
 from memserve_lab.sim.reference.oracle import require
 
-KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS, **store.KINDS}
+KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS, **store.KINDS, **engine.KINDS}
 
 
 _NO_EXCUSE = {ROW, *STORE_FAULTS, "follower-kill"}
@@ -38,5 +38,7 @@ def heal_all(world: World) -> None:
         require(node.is_well, f"{node.peer.name} was not put right")
     for member in world.stores:
         require(member.is_well and not member.paused, f"{member.peer.name} was not put right")
+    for server in world.engines:
+        require(server.alive and server.is_up and not server.paused, f"{server.peer.name} was not put right")
     require(world.router.medium.room_bytes is None and not world.router.disk_ns, "the disk was not put right")
     require(world.network.is_well, "the network was not put right")

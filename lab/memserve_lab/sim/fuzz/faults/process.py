@@ -8,6 +8,7 @@ from random import Random
 from typing import Protocol
 
 from memserve.router.events import InstanceDrained
+from memserve_lab.sim.engines import EngineNode
 from memserve_lab.sim.fuzz.clients import OutputChecker
 from memserve_lab.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve_lab.sim.fuzz.routers import FuzzedRouter, Routers
@@ -23,6 +24,7 @@ class World(FuzzHost, Protocol):
     """Faults so far, by kind."""
     instances: list[FuzzedInstance]
     stores: list[FuzzedStore]
+    engines: list[EngineNode]
     router_slept_ns: int
 
     @property

@@ -1,27 +1,15 @@
 """From prompts and messages to token ids. Long texts are processed in threads beside the event loop.
 
-Token ids of texts that clients send again: a chat's next turn begins with all earlier ones.
-
-A tokenizer cuts a text at its added tokens (``<|im_end|>``) before it does anything else. Where nothing else looks
-across such a cut, the ids of a text are those of its pieces in a row, each up to an added token and with it; a piece
-that was tokenized before need not be tokenized again. What lies behind the last added token is not kept: it is an
-answer's beginning.
-
-Each owner (a tenant, and the salt of its request) has pieces of its own, so the time that tokenizing takes tells no
-client what another one has sent.
-
 How long a text may be that becomes tokens: bounds from before a tokenizer takes memory for each of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import sys
-import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -30,107 +18,17 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from msgspec import structs
-from tokenizers import Encoding, Tokenizer, pre_tokenizers
+from tokenizers import Encoding, Tokenizer
 
 from memserve.api.http.errors import bad_request
 from memserve.api.openai.interfaces import ServedModel
 from memserve.api.openai.request.control_tokens import ControlTokens
+from memserve.api.openai.request.known_texts import NO_FRAME, PIECE_CHARS, KnownTexts, Owner, TextPieces
 from memserve.api.openai.request.messages import Messages, check_messages, check_rendered, for_template
 from memserve.api.openai.request.schema import ChatBody
 from memserve.base.errors import UserError
 from memserve.base.types import TokenArray
-from memserve.base.units import MIB
 from memserve.base.validation import token_array
-
-BYTES_MAX = 32 * MIB
-"""Of all pieces with their ids: about 3 million tokens of English text."""
-_ENTRY_BYTES = 400
-"""Of a piece, beside its text and its ids."""
-
-Owner = tuple[str, str]
-"""Tenant and salt."""
-
-
-class KnownTexts:
-    """Tokenizes texts piece by piece, and keeps the pieces used last. Thread-safe."""
-
-    def __init__(self, tokenizer: Tokenizer, bytes_max: int = BYTES_MAX) -> None:
-        self.tokenizer, self._bytes_max = tokenizer, bytes_max
-        self.token_bytes_max = longest_token_bytes(tokenizer)
-        self._cuts = cuts_of(tokenizer)
-        self._pieces: OrderedDict[tuple[Owner, str], TokenArray] = OrderedDict()  # least recently used first
-        self._lock = threading.Lock()
-        self.cached_bytes = 0
-
-    def tokenize_text(self, text: str, owner: Owner) -> list[TokenArray] | None:
-        """The ids of ``text`` without those that a tokenizer puts around it, as int32 arrays to be joined. ``None``:
-        the text has no piece that could be known, or the tokenizer looks across pieces."""
-        ends = [matches.end() for matches in self._cuts.finditer(text)] if self._cuts is not None else []
-        if not ends:
-            return None
-        texts = [text[first:end] for first, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-        matches: list[TokenArray | None]
-        with self._lock:
-            matches = [self._lookup_piece((owner, piece)) for piece in texts[:-1]]
-        miss_indices = [index for index, ids in enumerate((*matches, None)) if ids is None]
-        encoded = self.tokenizer.encode_batch_fast(
-            [texts[index] for index in miss_indices], add_special_tokens=False
-        )  # no GIL
-        fresh = {index: np.array(encoding.ids, np.int32) for index, encoding in zip(miss_indices, encoded, strict=True)}
-        with self._lock:
-            for index, ids in fresh.items():
-                if index < len(ends):
-                    self._store_piece((owner, texts[index]), ids)
-        return [fresh[index] if ids is None else ids for index, ids in enumerate((*matches, None))]
-
-    def _lookup_piece(self, key: tuple[Owner, str]) -> TokenArray | None:
-        ids = self._pieces.get(key)
-        if ids is not None:
-            self._pieces.move_to_end(key)
-        return ids
-
-    def _store_piece(self, key: tuple[Owner, str], ids: TokenArray) -> None:
-        if key in self._pieces or _bytes_of(key, ids) > self._bytes_max:
-            return
-        self._pieces[key] = ids
-        self.cached_bytes += _bytes_of(key, ids)
-        while self.cached_bytes > self._bytes_max:
-            self.cached_bytes -= _bytes_of(*self._pieces.popitem(last=False))
-
-
-def _bytes_of(key: tuple[Owner, str], ids: TokenArray) -> int:
-    (tenant, salt), text = key
-    return _ENTRY_BYTES + 4 * (len(tenant) + len(salt) + len(text)) + ids.nbytes  # four bytes a character at most
-
-
-def cuts_of(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Finds the added tokens in a text, as ``tokenizer`` does: the leftmost, and the longest of those. ``None``: the
-    ids of a text might depend on what stands across such a token."""
-    spec = json.loads(tokenizer.to_str())
-    added = spec["added_tokens"]
-    takes_more = any(
-        token["normalized"] or token["lstrip"] or token["rstrip"] or token["single_word"] or not token["content"]
-        for token in added
-    )
-    model = spec["model"]
-    is_plain = model["type"] == "BPE" and not model.get("dropout") and spec["normalizer"] is None
-    if not added or takes_more or not is_plain or tokenizer.encode_special_tokens:
-        return None
-    if not _cuts_alone(spec["pre_tokenizer"]):
-        return None
-    contents = sorted((token["content"] for token in added), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, contents)))
-
-
-def _cuts_alone(step: dict[str, Any] | None) -> bool:
-    """Whether this step treats each piece as if it were all of the text."""
-    match step:
-        case {"type": "Sequence", "pretokenizers": steps}:
-            return bool(steps) and all(map(_cuts_alone, steps))
-        case {"type": "ByteLevel", "add_prefix_space": False} | {"type": "Split" | "Digits"}:
-            return True
-    return False
-
 
 TEXT_BYTES_MAX = 1 << 20
 
@@ -138,20 +36,6 @@ TEXT_BYTES_MAX = 1 << 20
 def text_bytes_max(model: ServedModel) -> int:
     """Of a text that is tokenized without a look at how many tokens it has: a token may be one byte."""
     return max(TEXT_BYTES_MAX, 8 * model.max_model_tokens)
-
-
-def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """Bytes of text in the longest token. None: unbounded, or some text becomes no token."""
-    parts = repr(tokenizer.pre_tokenizer) + repr(tokenizer.decoder)
-    if tokenizer.normalizer is not None or "ByteLevel" not in repr(tokenizer.decoder) or "Removed" in parts:
-        return None
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # these take all whitespace beside them
-        return None
-    pieces = tokenizer.get_vocab(with_added_tokens=False)  # a character stands for a byte
-    if not all(char in pieces for char in pre_tokenizers.ByteLevel.alphabet()):
-        return None
-    return max(*map(len, pieces), *(len(token.content.encode()) for token in added))
 
 
 Result = TypeVar("Result")
@@ -164,6 +48,8 @@ TEMPLATE_CALLS_MAX = 2_000_000
 
 PROMPTS_MAX = 2048
 ENDING_CHARS = 32
+LOOKUP_CHARS_MAX = 1 << 16
+"""Of a text whose pieces are looked up in the event loop: that takes 0.1 ms."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -215,17 +101,29 @@ class PromptEncoder:
         """The text of a prompt that came as token ids."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
+    def find_pieces(self, prompt: Any, owner: Owner) -> TextPieces | None:
+        """What is known of a completion's prompt, for :meth:`completion_prompts`. ``None``: nothing can be, or to look
+        would hold up the event loop."""
+        is_short = isinstance(prompt, str) and PIECE_CHARS < len(prompt) <= LOOKUP_CHARS_MAX
+        return self._known_texts.find_pieces(prompt, owner) if is_short and self._known_texts.frame else None
+
     def completion_prompts(
-        self, prompt: Any, *, add_special_tokens: bool, echo: bool, is_cut: bool = False
-    ) -> list[Prompt]:
+        self, prompt: Any, *, add_special_tokens: bool, echo: bool, is_cut: bool = False, owner: Owner | None = None,
+        pieces: TextPieces | None = None,
+    ) -> list[Prompt]:  # fmt: skip
         """The prompts of a completion: a string, strings, token ids, or lists of token ids; with texts for ``echo``.
-        ``is_cut``: they will be cut, and may be longer than the context."""
-        return [self._completion_prompt(item, add_special_tokens, echo, is_cut) for item in self._split_prompts(prompt)]
+        ``is_cut``: they will be cut, and may be longer than the context. ``owner``: whose earlier texts may save time;
+        ``pieces``: what was found of them in the only prompt."""
+        return [
+            self._completion_prompt(item, add_special_tokens, echo, is_cut, owner, pieces)
+            for item in self._split_prompts(prompt)
+        ]
 
     def _completion_prompt(
-        self, item: str | list[int] | TokenArray, add_special_tokens: bool, echo: bool, is_cut: bool
-    ) -> Prompt:
-        prompt = self._encode(item, add_special_tokens, is_cut)
+        self, item: str | list[int] | TokenArray, add_special_tokens: bool, echo: bool, is_cut: bool,
+        owner: Owner | None, pieces: TextPieces | None,
+    ) -> Prompt:  # fmt: skip
+        prompt = self._encode(item, add_special_tokens, is_cut, owner, pieces=pieces)
         if not echo:
             return Prompt(prompt.tokens)
         return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode_tokens(prompt.tokens))
@@ -328,17 +226,17 @@ class PromptEncoder:
         is_cut: bool = False,
         owner: Owner | None = None,
         text_cache: KnownTexts | None = None,
+        pieces: TextPieces | None = None,
     ) -> Prompt:
-        """``owner``: whose earlier texts may save time; only without special tokens around the text.
-        ``text_cache``: those, with their tokenizer; ``None``: of texts that need no care."""
+        """``owner``: whose earlier texts may save time. ``text_cache``: those, with their tokenizer; ``None``: of texts
+        that need no care. ``pieces``: what was found there; ``None``: nothing was looked for."""
         text_cache = text_cache or self._known_texts
         if isinstance(prompt, str):
-            pieces = None if owner is None else self._encode_known(prompt, is_cut, owner, text_cache)
-            tokens = (
-                self._tokenize_text(prompt, add_special_tokens, is_cut, text_cache)
-                if pieces is None
-                else np.concatenate(pieces)
-            )
+            tokens = None
+            if owner is not None and len(prompt) <= text_bytes_max(self._model):
+                tokens = self._encode_known(prompt, add_special_tokens, is_cut, owner, text_cache, pieces)
+            if tokens is None:
+                tokens = self._tokenize_text(prompt, add_special_tokens, is_cut, text_cache)
             encoded = Prompt(tokens, prompt)
         else:
             if not is_cut:
@@ -348,12 +246,20 @@ class PromptEncoder:
             raise bad_request("The prompt is empty", "prompt")
         return encoded
 
-    def _encode_known(self, text: str, is_cut: bool, owner: Owner, text_cache: KnownTexts) -> list[TokenArray] | None:
+    def _encode_known(
+        self, text: str, add_special_tokens: bool, is_cut: bool, owner: Owner, text_cache: KnownTexts,
+        pieces: TextPieces | None,
+    ) -> TokenArray | None:  # fmt: skip
+        """As :meth:`_tokenize_text`, by pieces. None: nothing could be known."""
         self._refuse_unservable(text, text_cache)
-        pieces = text_cache.tokenize_text(text, owner)
-        if pieces is not None and not is_cut:
-            self._refuse_more_than_fit(sum(map(len, pieces)))
-        return pieces
+        frame = text_cache.frame if add_special_tokens else NO_FRAME
+        pieces = pieces or (text_cache.find_pieces(text, owner) if frame is not None else None)
+        if pieces is None or frame is None:
+            return None
+        tokens = np.concatenate([frame[0], *text_cache.complete_pieces(pieces), frame[1]])
+        if not is_cut:
+            self._refuse_more_than_fit(len(tokens))
+        return tokens
 
     def _tokenize_text(self, text: str, add_special_tokens: bool, is_cut: bool, text_cache: KnownTexts) -> TokenArray:
         encoding = self._encode_text(text, add_special_tokens, text_cache)

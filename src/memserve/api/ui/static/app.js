@@ -7,7 +7,7 @@ import { h } from "./dom.js";
 import { Figures, HISTORY } from "./figures.js";
 import { play } from "./player.js";
 import { requestsView } from "./requests.js";
-import { follow } from "./stream.js";
+import { follow, shownModel } from "./stream.js";
 import { treesView } from "./trees.js";
 
 const VIEWS = { cluster: clusterView, cache: cacheView, requests: requestsView, trees: treesView, chat: chatView };
@@ -49,7 +49,9 @@ function take(snapshot) {
 }
 
 // Its name; where the server has several models, their names to choose from.
-function showModel({ model, models = [], version }) {
+function showModel(snapshot) {
+  const { models = [], version } = snapshot;
+  const model = shownModel(snapshot);
   const place = document.getElementById("model");
   const list = models.join("\n");
   if (place.dataset.shown === `${model}\n${list}`) return;

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { story } from "./requests.js";
-import { keyHeaders, read } from "./stream.js";
+import { keyHeaders, read, shownModel } from "./stream.js";
 
 const CHATS = new URL("../v1/chat/completions", import.meta.url);
 const messages = [];
@@ -11,7 +11,7 @@ let stopping = null;
 
 export function chatView(figures) {
   view ??= build();
-  view.model = figures.now.model;
+  view.model = shownModel(figures.now);
   view.isFleet = figures.isFleet();
   return [view.element];
 }

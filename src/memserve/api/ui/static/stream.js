@@ -8,6 +8,12 @@ export function ofModel(path) {
   return url;
 }
 
+// Servers of other projects have one snapshot for all their models, which names the first.
+export function shownModel({ model, models = [] }) {
+  const chosen = new URLSearchParams(location.search).get("model");
+  return models.includes(chosen) ? chosen : model;
+}
+
 const EVENTS = ofModel("events");
 const SILENCE_MS = 30000;
 const PAUSES_MS = [500, 1000, 2000, 4000];

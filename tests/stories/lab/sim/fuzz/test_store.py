@@ -118,6 +118,11 @@ def test_a_memory_that_is_gone_promises_nothing(seed: int, setting: str) -> None
     assert not judge(seed, parse_setting(setting)).failure
 
 
+def test_offer_that_its_sender_has_forgotten_ends_with_its_lease() -> None:
+    """The router began anew, and the instance took its stores to be gone before it had ended a plan."""
+    assert not judge(5000002292, parse_setting("pd-caching-2/by-request/1C/faulty")).failure
+
+
 # -- the parts
 
 

@@ -21,7 +21,7 @@ from memserve.api.http.server import DrainedApp
 from memserve.api.http.tls import Tls
 from memserve.base.errors import UserError
 from memserve.base.units import MIB
-from memserve.fleet.picker import Picker
+from memserve.fleet.gateway.picker import Picker
 
 log = logging.getLogger(__name__)
 

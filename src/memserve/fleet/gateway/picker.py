@@ -23,7 +23,8 @@ from memserve.api.http.limits import BodyLease, ClientGone, Edge
 from memserve.api.http.middleware import KeyRing
 from memserve.api.openai.endpoints import EXPLAIN_HEADER
 from memserve.base.types import Request, StopParams
-from memserve.fleet.ext_proc import (
+from memserve.fleet.answers import is_failure
+from memserve.fleet.gateway.ext_proc import (
     BodyMode,
     Pick,
     RequestHead,
@@ -45,8 +46,9 @@ from memserve.fleet.messages import (
     PromptArrived,
     PromptSpace,
 )
+from memserve.fleet.pairs import CallRequest
 from memserve.fleet.prompts import OUTPUT_TOKENS_USUAL, PromptReader, read_fields
-from memserve.fleet.relay import Attempts, ForwardedCall, explanation, is_failure
+from memserve.fleet.relay import Attempts, explanation
 
 ADDRESS_S = 5.0
 """How long an address that a name server gave is taken to be right."""
@@ -198,8 +200,7 @@ class GatewayRequest:
         """The stream has ended, however it did."""
         self._inbox.close()
         if self._ticket is not None:
-            if self._ticket.call is not None:
-                self._ticket.call.close()
+            self._ticket.close_calls()
             self._picker.host.finish_request(self._ticket, is_cut=self._is_cut)
             self._ticket = None
 
@@ -213,22 +214,24 @@ class GatewayRequest:
         prompt = replace(prompt, engines=allowed, is_handed_out=True)
         ticket = self._ticket = picker.host.submit_prompt(prompt)
         self._inbox.watch(lambda: ticket.end_request(ClientGone()))
-        call = ForwardedCall(head.path, _prefill_headers(head, picker.key_headers()), picker.silence_s)
-        attempts, own_body = Attempts(picker.host, ticket, call, picker.edge.metrics), body
-        while isinstance(decision := await attempts.next_decision(), Prefill):
-            own_body = await attempts.compute_prompt(decision, own_body)
-        pick = Pick(
-            await self._endpoints_of(decision), picker.key_headers(), own_body if own_body is not body else None
-        )
+        attempts = Attempts(picker.host, ticket, picker.edge.metrics, picker.silence_s)
+        headers, own_body = _prefill_headers(head, picker.key_headers()), body
+        while isinstance(decision := await attempts.next_decision(head.path), Prefill):
+            request = CallRequest(head.path, headers, own_body, picker.silence_s)
+            own_body = await attempts.compute_prompt(decision, request)
+        base_path = picker.host.specs[decision.engine].base_path
+        own_headers = picker.key_headers() | ({":path": base_path + head.path} if base_path else {})
+        pick = Pick(await self._endpoints_of(decision), own_headers, own_body if own_body is not body else None)
         for response in picked(head, pick, body, has_trailers=self._has_trailers):
             await self._write(response)
         return decision
 
     async def _endpoints_of(self, decision: ForwardRequest) -> tuple[str, ...]:
         specs = self._picker.host.specs
+        base_path = specs[decision.engine].base_path
         for name in (decision.engine, *decision.fallbacks):
             address = await self._picker.addresses.address_of(specs[name]) if name in specs else None
-            if address is not None:
+            if address is not None and specs[name].base_path == base_path:  # a gateway sends all of them one path
                 self._names[address] = name
         if not self._names:
             raise ApiError(503, f"{decision.engine} has no address now", kind="server_error", code="no_engine")
