@@ -17,8 +17,8 @@ from envoy_gateway import PIECES, WHOLE, envoy_before
 from fleet_server import FleetServer, fleet_server, spec_of
 from memserve.api.http.tls import Tls
 from memserve.base.config import ClusterConfig
-from memserve.fleet.messages import EngineView
-from scripted_engine import ANSWER, DONE, EVENTS, MODEL, Asked, ScriptedEngine, scripted_engines, whole
+from memserve.fleet.messages import EngineView, read_engine
+from scripted_engine import ANSWER, DONE, EVENTS, MODEL, Asked, ScriptedEngine, scripted_engines, well, whole
 from waiting import eventually
 
 try:
@@ -132,6 +132,26 @@ def test_a_prompt_is_computed_elsewhere_first(
             "model": MODEL, "prompt": LONG, "stream": True, "kv_transfer_params": PARAMS,
         }  # fmt: skip
         assert len(engines[0].asked) == 1 and view_of(server, engines[0].name).prefills == 1
+
+
+def test_engines_below_a_path_get_it(engines: list[ScriptedEngine], tmp_path: Path) -> None:
+    async def below(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.path == "/base/v1/models":
+            writer.write(whole(200, json.dumps({"data": [{"id": MODEL}]}).encode()))
+        elif asked.path == "/base/v1/completions":
+            await well(asked, writer)
+        else:
+            writer.write(whole(404, b"{}"))
+
+    engines[0].script = below
+    with (
+        fleet_server([read_engine(f"openai={engines[0].url}/base/v1")], picks=True) as server,
+        envoy_before(names_of(engines[:1]), server.picker, tmp_path) as url,
+    ):
+        assert ask(url).content == ANSWER
+        assert [request.path for request in engines[0].asked if "completions" in request.path] == [
+            "/base/v1/completions"
+        ]
 
 
 def test_a_client_that_leaves_envoy_frees_the_engine(engines: list[ScriptedEngine], tmp_path: Path) -> None:

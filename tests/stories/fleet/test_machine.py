@@ -164,6 +164,15 @@ def test_a_request_without_a_model_may_go_to_any_engine() -> None:
     assert sorted(world.hand_out("q")) == ["b:2", "c:3"]
 
 
+def test_pairs_are_not_handed_out() -> None:
+    """A gateway asks one engine at a time, and of these each waits for the other."""
+    world = World(roles="ccc")
+    for name, role in (("p:1", "prefill"), ("d:2", "decode")):
+        world.tell(EngineJoined(read_engine(f"sglang=http://{name},role={role}")))
+        world.well(name)
+    assert sorted(world.hand_out("r", tokens=[9] * 4000)) == list(NAMES)
+
+
 def test_the_engine_that_answers_is_charged() -> None:
     world = World()
     first, second, third = world.hand_out("r")
