@@ -39,6 +39,15 @@ def test_reference_is_up_to_date(reference: types.ModuleType) -> None:
     assert reference.HTTP_PAGE.read_text() == reference.http_page(), "run `make docs`"
 
 
+def test_page_of_papers_is_what_its_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("evaluation", ROOT / "scripts" / "evaluation.py")
+    assert spec is not None and spec.loader is not None
+    evaluation = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(evaluation)
+    assert evaluation.PAGE.read_text() == evaluation.page(), "run `python scripts/evaluation.py`"
+    assert sum(file.stat().st_size for file in evaluation.RESULTS.iterdir()) < 1 << 20
+
+
 @pytest.mark.parametrize(("name", "count"), [("ROWS", 30), ("ANTHROPIC_ROWS", 15)])
 def test_each_row_of_a_reference_names_a_test(reference: types.ModuleType, name: str, count: int) -> None:
     rows = getattr(reference.openai_rows, name)

@@ -92,12 +92,12 @@ def parse_rates(text: str) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> None:
+def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False, as_json: bool = False) -> None:
     """Measure, write the report, and print where it is; exit status 1 when the results are partial.
 
-    ``timed``: progress lines begin with the seconds since the start.
+    ``timed``: progress lines begin with the seconds since the start. ``as_json``: the results are printed instead.
     """
-    from memserve_lab.bench.study import REPORT
+    from memserve_lab.bench.study import REPORT, RESULTS
 
     begin = time.monotonic()
 
@@ -107,9 +107,12 @@ def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> N
     with folder, nullcontext() if study.draws_requests else progress_bar(study.title):
         study.run_study(tell)
     study.write_report(folder.path)
-    for line in study.terminal_lines():
-        typer.echo(line)
-    typer.echo(f"report: {folder.path / REPORT}")
+    if as_json:
+        typer.echo(json.dumps(json.loads((folder.path / RESULTS).read_text())))
+    else:
+        for line in study.terminal_lines():
+            typer.echo(line)
+        typer.echo(f"report: {folder.path / REPORT}")
     if study.results.partial is not None:
         typer.echo(f"partial: {study.results.partial}", err=True)
         raise typer.Exit(1)

@@ -10,6 +10,10 @@ import typer
 from memserve_lab.cli import sim_fuzz, sim_run, sim_search
 from memserve_lab.cli import sim_studies as sim_agents
 from memserve_lab.cli import sim_studies as sim_layerkv
+from memserve_lab.cli import sim_studies as sim_memserve
+from memserve_lab.cli import sim_studies as sim_paging
+from memserve_lab.cli import sim_studies as sim_ratios
+from memserve_lab.cli import sim_studies as sim_routers
 from memserve_lab.cli import sim_studies as sim_thrash
 from memserve_lab.cli.bench_load import command
 
@@ -23,6 +27,10 @@ app.command("fuzz")(sim_fuzz.fuzz)
 app.command("thrash")(sim_thrash.thrash)
 app.command("agents")(sim_agents.agents)
 app.command("layerkv")(sim_layerkv.layerkv)
+app.command("memserve")(sim_memserve.memserve)
+app.command("paging")(sim_paging.paging)
+app.command("routers")(sim_routers.routers)
+app.command("ratios")(sim_ratios.ratios)
 
 
 @app.callback(invoke_without_command=True)

@@ -78,7 +78,7 @@ class Wanted:
     model: str = option("llama-3-8b")
     """A model by name, e.g. llama-3-8b."""
     device: str = option("h100")
-    """Device of each instance: h100, h200, a100, l40s or cpu; several: h100x4."""
+    """Device of each instance: h100, h200, h800, a100, l40s or cpu; several: h100x4."""
     profile: Path | None = option(None)
     """Output of ``memserve profile``, saved or --json. Replaces --device."""
     kv_blocks: int | None = option(None, least=2)

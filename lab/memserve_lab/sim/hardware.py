@@ -8,7 +8,7 @@ shapes are those of the published ``config.json``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from memserve.base.errors import UserError
@@ -62,12 +62,20 @@ DEVICES = {
             "NVIDIA H100 SXM data sheet; link: one ConnectX-7 of 400 Gbit/s; host: PCIe 5 x16",
         ),
         DeviceModel(
+            "h800", 989e12, 3.35e12, 80 * 10**9, 200e9, 55e9, 2 * NS_PER_MS,
+            "NVIDIA H800 SXM: as H100, NVLink of 400 GB/s both ways together (MemServe 8.1); host: PCIe 5 x16",
+        ),
+        DeviceModel(
             "h200", 989e12, 4.8e12, 141 * 10**9, 50e9, 55e9, 2 * NS_PER_MS,
             "NVIDIA H200 SXM data sheet; link and host as H100",
         ),
         DeviceModel(
             "a100", 312e12, 2.039e12, 80 * 10**9, 25e9, 25e9, 2 * NS_PER_MS,
             "NVIDIA A100 80GB SXM data sheet; link: one ConnectX-6 of 200 Gbit/s; host: PCIe 4 x16",
+        ),
+        DeviceModel(
+            "a100-40gb", 312e12, 1.555e12, 40 * 10**9, 25e9, 25e9, 2 * NS_PER_MS,
+            "NVIDIA A100 40GB SXM data sheet; link and host as A100",
         ),
         DeviceModel(
             "l40s", 362e12, 0.864e12, 48 * 10**9, 12.5e9, 25e9, 2 * NS_PER_MS,
@@ -128,6 +136,7 @@ MODELS = {
         ModelShape("llama-2-7b", 32, 4096, 32, 128, 6.74e9, 6.74e9, 4096),
         ModelShape("llama-2-7b-16k", 32, 4096, 32, 128, 6.74e9, 6.74e9, 16896),
         ModelShape("llama-2-13b", 40, 5120, 40, 128, 13.0e9, 13.0e9, 4096),
+        ModelShape("opt-13b", 40, 5120, 40, 128, 13.0e9, 13.0e9, 2048),
         ModelShape("llama-3-8b", 32, 4096, 8, 128, 8.03e9, 8.03e9, 131072),
         ModelShape("llama-3-70b", 80, 8192, 8, 128, 70.6e9, 70.6e9, 131072),
         ModelShape("llama-3.1-70b", 80, 8192, 8, 128, 70.6e9, 70.6e9, 131072),
@@ -226,6 +235,18 @@ def machine(
         _curves(roof, kind, devices, f"{model} on {device}"), devices, roof, kind.link_bytes_per_s * devices,
         kind.host_rate(devices),
     )  # fmt: skip
+
+
+def with_step_ns(machine: Machine, step_ns: int) -> Machine:
+    """``machine``, each step of which takes ``step_ns`` beside arithmetic and memory: an engine's own time. Raises
+    :class:`UserError` for a measured one, whose steps are known."""
+    if machine.roof is None:
+        raise UserError("a measured profile has its own steps", hint="leave the time of a step out")
+    added_ns, costs = step_ns - machine.roof.fixed_ns, machine.costs
+    prefill = replace(costs.prefill, step_ns=costs.prefill.step_ns + added_ns)
+    decode = replace(costs.decode, step_ns=costs.decode.step_ns + added_ns)
+    roof = replace(machine.roof, fixed_ns=step_ns)
+    return replace(machine, roof=roof, costs=replace(costs, prefill=prefill, decode=decode))
 
 
 def _curves(roof: Roof, kind: DeviceModel, devices: int, name: str) -> CostModel:

@@ -155,7 +155,7 @@ class SchedulerConfig:
     scheduling: str = option("fcfs")
     """How much of a step waiting prompts get beside requests that decode. ``fcfs``: all that is left of the token
     budget. ``slo``: as much as leaves every decoding request within ``--slo-tpot-ms``, as far as that can be kept
-    (LayerKV, Algorithm 1)."""
+    (LayerKV, Algorithm 1). For studies, ``prefill-first``: whole prompts alone, while decodes wait (vLLM 0.4.0)."""
     slo_tpot_ns: int | None = option(None, "--slo-tpot-ms", form=MILLISECONDS, least=0.01)
     """Milliseconds that a token may take on average, from a request's first token to its last. None: no objective."""
     slo_ttft_ns: int | None = option(None, "--slo-ttft-ms", form=MILLISECONDS, least=0.01)
@@ -195,7 +195,7 @@ class SchedulerConfig:
             raise UserError(
                 f"unknown way to keep prefixes {self.keep_tool_prefixes!r}", hint=hint, param="keep_tool_prefixes"
             )
-        if self.scheduling not in ("fcfs", "slo"):
+        if self.scheduling not in ("fcfs", "slo", "prefill-first"):
             raise UserError(f"unknown scheduling {self.scheduling!r}", hint="use fcfs or slo", param="scheduling")
         if self.scheduling == "slo" and self.slo_tpot_ns is None:
             hint = "for example --slo-tpot-ms 200"

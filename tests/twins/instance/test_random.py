@@ -33,6 +33,7 @@ class InstanceLife(AnyLife):
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         block_bytes=st.sampled_from([1, 1 << 30]),
         draft_tokens=st.sampled_from([0, 1, 3, 8]),
+        scheduling=st.sampled_from(["fcfs", "fcfs", "prefill-first"]),
         late=st.sampled_from([0.0, 0.3, 0.9]),
     )
     def begin(self, block_bytes, late, **sizes):

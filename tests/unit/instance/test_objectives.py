@@ -234,3 +234,21 @@ def test_a_request_has_an_objective_of_its_own() -> None:
         report = served.it.stats().objectives
         assert report.tpot_met + report.tpot_missed == 1 and report.tpot_met == 1
     assert worst_ns[15 * NS_PER_MS] <= 15 * NS_PER_MS
+
+
+def test_prefill_first_steps_hold_prompts_or_decodes() -> None:
+    """vLLM 0.4.0: decodes wait for all prompts, and a prompt that does not fit beside others begins its own step."""
+    served = Served(scheduling="prefill-first")
+    served.arrive("a", 8, 40)
+    served.step()
+    for name, tokens in (("bb", 30), ("ccc", 30), ("dddd", 30), ("eeeee", 150)):
+        served.arrive(name, tokens, 3)
+    steps = []
+    while served.plans:
+        plan = served.plans[0]
+        assert plan.decodes in (0, len(plan.counts)), "a step does both"
+        steps.append((plan.decodes, sum(plan.counts) if not plan.decodes else 0))
+        served.step()
+    # the step that was planned before they came, then 60 and 30 tokens whole, then 150 in steps of 64
+    assert steps[:7] == [(1, 0), (0, 60), (0, 30), (0, 64), (0, 64), (0, 22), (5, 0)]
+    assert [len(served.told[name]) for name in ("a", "bb", "ccc", "dddd", "eeeee")] == [40, 3, 3, 3, 3]

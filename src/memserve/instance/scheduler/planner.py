@@ -139,8 +139,10 @@ class Planner:
         if layers.needs_dram:
             self.state.compute_again(self.sharing.lowest_in_dram())
         budget = self.config.step_tokens
+        opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
+        alone = self.config.scheduling == "prefill-first" and self._fill_with_prompts(batch, now_ns, opens)
         stalled, drafts = False, []
-        if self.state.decoding.items:
+        if self.state.decoding.items and not alone:
             allowed = self._within_objectives(budget, begins_ns)
             self.state.serve_decodes(1)
             if self.speculation is not None:
@@ -150,8 +152,7 @@ class Planner:
             # objectives bound what prompts may add to this step, not the decodes that they protect
             budget = min(budget - batch.add_decodes(not stalled), allowed)
         budget -= self._add_resumed(batch)
-        if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
-            opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
+        if self._has_prompts and not self.config.scheduling == "prefill-first":
             self._add_prefills(batch, budget, now_ns, stalled, opens)
         if not stalled:
             # after the prompts, and not while decodes lack blocks: it would take what these were short of
@@ -165,6 +166,16 @@ class Planner:
         for sequence, tokens in drafts:
             batch.add_drafts(sequence, tokens)
         return batch
+
+    @property
+    def _has_prompts(self) -> bool:
+        return bool(self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready)
+
+    def _fill_with_prompts(self, batch: BatchBuilder, now_ns: int, opens: bool) -> bool:
+        """Passes 2 and 3, before the first. False: no prompt can be computed, so the plan is for those that decode."""
+        if self._has_prompts:
+            self._add_prefills(batch, self.config.step_tokens, now_ns, stalled=False, opens=opens)
+        return batch.plan.gives_tokens
 
     def _add_resumed(self, batch: BatchBuilder) -> int:
         """A row for each sequence that was parked and is up again, whatever prompts may have. Returns their number."""
@@ -340,6 +351,8 @@ class Planner:
         if sequence.inexact is not None:
             return sequence.inexact.end_of_chunk(sequence.computed, sequence.known_length, min(chunk_max, budget))
         count = chunk_tokens(sequence.computed, row_end, chunk_max, budget, block_tokens)
+        if self.config.scheduling == "prefill-first" and batch.plan.slots and sequence.computed + count < row_end:
+            return 0  # it is computed whole, or at least begins its own step
         return sequence.computed + count if count else 0
 
     def _deferrable_budget(self, batch: BatchBuilder, budget: int) -> int:

@@ -1,0 +1,1 @@
+"""Evaluations of papers, repeated with the production machines under virtual time."""
