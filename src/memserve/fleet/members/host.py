@@ -460,6 +460,9 @@ class _Membership:
             self.post_event(CallBroke(call_id, "its stream ended too early"))  # nothing, where it had ended
         except HttpFault as fault:
             self.post_event(CallBroke(call_id, fault.reason))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:  # of what the reader was given
+            log.warning("%s answers what cannot be read: %r", self._options.spec.name, error)
+            self.post_event(CallBroke(call_id, "its answer cannot be read"))
         finally:
             http_call.close()
             self._calls.pop(call_id, None)

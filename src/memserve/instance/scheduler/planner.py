@@ -152,7 +152,7 @@ class Planner:
             # objectives bound what prompts may add to this step, not the decodes that they protect
             budget = min(budget - batch.add_decodes(not stalled), allowed)
         budget -= self._add_resumed(batch)
-        if self._has_prompts and not self.config.scheduling == "prefill-first":
+        if self._has_prompts and self.config.scheduling != "prefill-first":
             self._add_prefills(batch, budget, now_ns, stalled, opens)
         if not stalled:
             # after the prompts, and not while decodes lack blocks: it would take what these were short of

@@ -254,6 +254,18 @@ def test_what_cannot_be_moved_says_so() -> None:
     assert isinstance(refusal, RejectRequest) and refusal.reason.endswith("drains")
 
 
+def test_a_member_that_drains_waits_for_its_own_requests() -> None:
+    world = World()
+    world.dispatch(request("a"))
+    world.piece(1, 20)
+    world.post(ReportRead(EngineReport({"x": "x"}, running=5, waiting=2)))
+    world.post(MessageArrived(OWNER, Drain()))
+    assert world.member.heartbeat_load(0).load.sequences_running == 1
+    world.piece(1, END)
+    load = world.member.heartbeat_load(0).load
+    assert (load.sequences_running, load.requests_waiting) == (0, 0), "the others are none of its own"
+
+
 def test_loads_are_the_engines_word_and_what_was_sent_since() -> None:
     world = World()
     report = EngineReport({"x": "x"}, running=1, waiting=2, kv_usage=0.25, kv_tokens=160)
