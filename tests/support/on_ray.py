@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -31,10 +33,7 @@ class Raylets:
     """A head without room for instances, and nodes with room for four each; they say that they have two GPUs each."""
 
     def __init__(self, nodes: int = 2) -> None:
-        from ray.cluster_utils import Cluster
-
-        head = {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICKLY}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = _started_head()
         self.nodes = [self.cluster.add_node(num_cpus=4, num_gpus=2) for _ in range(nodes)]
         self.address = self.cluster.address
 
@@ -45,6 +44,17 @@ class Raylets:
     def close(self) -> None:
         """End all of it."""
         self.cluster.shutdown()
+
+
+def _started_head(tries: int = 3) -> Any:
+    """Ray itself gives a node 30 s to start, which on a busy machine may not be enough."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICKLY}
+    for _ in range(tries - 1):
+        with contextlib.suppress(Exception):
+            return Cluster(initialize_head=True, head_node_args=head)
+    return Cluster(initialize_head=True, head_node_args=head)
 
 
 class OnRay:

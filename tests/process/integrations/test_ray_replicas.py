@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from asking_clients import question, truth_of
+from asking_clients import QUESTIONS, Load, question, truth_of
 from memserve.base.errors import UserError
 from memserve.integrations.ray_replicas import check_router
 from memserve.integrations.ray_serve import replicas_of, words_of
@@ -87,6 +87,19 @@ def test_a_killed_owner_takes_its_replicas_back(served: Served, truth: list[str]
 def test_everything_ends_with_the_last_replica(served: Served, model: Path) -> None:
     served.end()
     eventually(lambda: not processes_of(model, "instance") | processes_of(model, "serve"))
+
+
+def test_counts_follow_the_load_of_all_replicas(model: Path, truth: list[str], tmp_path: Path) -> None:
+    scaling = {"scale": "colocated=1..2", "scale_up_after": "1", "scale_down_after": "600", "max_running": "1"}
+    scaled = Served(model, tmp_path, replicas=2, prefill=0, decode=0, **scaling)
+    try:
+        with Load(lambda seed: ask(scaled, seed), truth, 6) as load:
+            eventually(lambda: len(processes_of(model, "instance")) == 2)
+            before = load.answers
+            eventually(lambda: load.answers > before + 2 * QUESTIONS)
+        assert load.wrong == []
+    finally:
+        scaled.close()
 
 
 def test_counts_of_replicas_are_checked() -> None:
