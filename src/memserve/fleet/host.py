@@ -58,6 +58,14 @@ class Ticket:
         self.calls: dict[str, HttpCall] = {}
         #: what waits for them besides the request itself
         self.tasks: list[asyncio.Task[Any]] = []
+        #: of an attempt that a gateway has under way: the engine, and when bytes came from it last
+        self.engine, self.last_seen_ns = "", 0
+
+    def last_heard_ns(self, engine: str) -> int:
+        """When bytes came last from this engine; 0: it has no part in the request, or none have come."""
+        if engine in self.calls:
+            return self.calls[engine].last_seen_ns
+        return self.last_seen_ns if self.engine == engine else 0
 
     async def next_decision(self) -> Decision:
         """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end_request` was
@@ -288,8 +296,7 @@ class FleetHost:
         if self.specs.get(spec.name) is not spec:
             return
         if isinstance(report, HttpFault):
-            calls = [call for ticket in self._tickets.values() if (call := ticket.calls.get(spec.name)) is not None]
-            last_seen_ns = max((call.last_seen_ns for call in calls), default=0)
+            last_seen_ns = max((ticket.last_heard_ns(spec.name) for ticket in self._tickets.values()), default=0)
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:
             self.post_event(EngineAnswered(spec.name, report))

@@ -62,7 +62,7 @@ def may_split(fields: Mapping[str, msgspec.Raw]) -> bool:
 def text_numbers(fields: RequestFields) -> TokenArray:
     """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
     prompt = next((fields[name] for name in ("messages", "prompt", "input") if name in fields), b"")
-    before = bytes(fields.get("tools", b"")) + bytes(fields.get("instructions", b""))
+    before = b"".join(bytes(fields.get(name, b"")) for name in ("tools", "system", "instructions"))
     text = (before + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
     numbers = np.frombuffer(text[: len(text) // 4 * 4], np.int32) & np.int32(VOCAB_MAX - 1)
     return numbers if len(numbers) else np.zeros(1, np.int32)

@@ -279,9 +279,12 @@ class GatewayRequest:
         if self._ticket is None:
             return
         kind, request_id = message.WhichOneof("request"), self._ticket.request_id
+        self._ticket.last_seen_ns = time.monotonic_ns()
         if kind == "response_headers":
+            first = self._ticket.engine = next(iter(self._names.values()))
             status, name = read_status(message), self._names.get(read_served(message))
-            if name is not None and name != next(iter(self._names.values())):
+            if name is not None and name != first:
+                self._ticket.engine = name
                 self._picker.host.post_event(AnsweredElsewhere(request_id, name))
             self._is_cut = status >= 300 and is_failure(status)
             self._has_begun = self._is_cut

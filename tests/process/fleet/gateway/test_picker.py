@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from memserve.api.http.middleware import KeyRing
 from memserve.api.metrics.http import ApiMetrics
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.types import Admission
-from memserve.base.units import MIB
+from memserve.base.units import MIB, NS_PER_S
 from memserve.fleet.gateway.picker import Picker
 from memserve.fleet.messages import EngineView, read_engine
 from scripted_engine import MODEL, ScriptedEngine, scripted_engines, whole
@@ -62,6 +63,24 @@ def test_endpoints_come_in_the_order_of_the_machine(engines: list[ScriptedEngine
         again = gateway.ask({**BODY, "prompt": BODY["prompt"] + "And more."}, modes)
         assert again.endpoints[0] == answer.endpoints[0]  # where the prefix is
         assert not any(engine.asked for engine in engines)  # the gateway asks, the router does not
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/responses", lambda text: {"input": text}),
+        ("/v1/messages", lambda text: {"system": text[:600], "messages": [{"role": "user", "content": text[600:]}]}),
+        ("/v1/embeddings", lambda text: {"input": [text]}),
+    ],
+)
+def test_prefixes_of_other_interfaces_are_followed(engines: list[ScriptedEngine], path: str, prompt: Any) -> None:
+    text = "The history of the lighthouse. " * 40
+    with picking(engines) as server, AskingGateway(server.picker) as gateway:
+        names = [
+            gateway.ask({"model": MODEL, **prompt(text + "x" * turn)}, path=path).endpoints[0] for turn in range(5)
+        ]
+        assert len(set(names)) == 1
+        assert views_of(server)[names[0]].matched_tokens > 1000
 
 
 def test_a_long_body_comes_and_goes_in_pieces(engines: list[ScriptedEngine]) -> None:
@@ -209,6 +228,33 @@ def test_a_fallback_that_answers_is_charged(engines: list[ScriptedEngine]) -> No
         assert (views[second].failed, views[second].requests_open, views[second].requests) == (0, 1, 1)
         asking.end()
         assert gateway.ask(BODY).endpoints[0] in (first, second)
+
+
+def test_an_engine_that_streams_is_alive(engines: list[ScriptedEngine]) -> None:
+    """Its health does not answer in time: it computes."""
+    polls = 0
+
+    async def busy(asked: Any, writer: Any) -> None:
+        nonlocal polls
+        polls += 1
+        await asyncio.sleep(20)
+
+    config = ClusterConfig(policy="prompt-tree", dead_after_ns=2 * NS_PER_S)
+    with picking(engines, config=config) as server, AskingGateway(server.picker) as gateway:
+        asking, (name, *_) = begun(gateway)
+        asking.send_answer()
+        asking.next()
+        for engine in engines:
+            engine.health = busy
+
+        def streams_on() -> bool:
+            asking.send_answer_body(b"data: {}\n\n", ends=False)
+            asking.next()
+            return polls >= 6 and not any(view.up for other, view in views_of(server).items() if other != name)
+
+        eventually(streams_on)
+        assert views_of(server)[name].up
+        asking.end()
 
 
 def test_a_request_without_a_body_may_go_anywhere(engines: list[ScriptedEngine]) -> None:
