@@ -17,6 +17,7 @@ from asking_gateway import Answer, Asking, AskingGateway
 from envoy_gateway import envoy_before
 from ports import free_port
 from router_kills import long_model, question
+from scripted_engine import MODEL, scripted_engines
 from served_cluster import Server, eventually, served
 
 BODY = question(2, 5)
@@ -144,3 +145,18 @@ def test_the_picker_of_several_models_knows_them_all(tmp_path: Path) -> None:
         eventually(lambda: gateway.ask({**BODY, "model": "one"}).endpoints)
         assert gateway.ask({**BODY, "model": "two"}).endpoints
         assert gateway.ask({**BODY, "model": "three"}).status == 404
+
+
+def test_routers_are_picked_for_engines_beside_own_models(picked: Picked, tmp_path: Path) -> None:
+    with (
+        scripted_engines(1) as (engine,),
+        served(picked.model, *picked.flags, "--engine", f"vllm={engine.url}") as server,
+        AskingGateway(picked.picker) as gateway,
+    ):
+        own = server.url.removeprefix("http://").removesuffix("/v1")
+        eventually(lambda: gateway.ask({**BODY, "model": MODEL}).endpoints == [own])
+        with envoy_before([own], picked.picker, tmp_path) as url:
+            for model, asked_count in ((MODEL, 1), (BODY["model"], 1)):  # the own model is not the engine's
+                body = {**BODY, "stream": False, "model": model}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+                assert len(engine.asked) == asked_count
