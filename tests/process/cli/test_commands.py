@@ -88,7 +88,7 @@ GREEDY = ChatSettings(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "--engine", "vllm=http://x:80", "--engine-key-file", "/no/such"], 1, "/no/such", ""),
         (["serve", "--engine-admin-key-file", "/no/such"], 1, "/no/such", "urandom"),
         (["serve", "--engine", "vllm=http://x:80", "--endpoint-picker", "9002"], 1, "HOST:PORT", "--endpoint-picker"),
-        (["serve", "--engine", "memserve=http://x:80,events=tcp://x:1"], 1, "unknown or repeated part", "--engine"),
+        (["serve", "--engine", "memserve=http://x:80,events=tcp://x:1"], 1, "publish no KV events", "--engine"),
         (["router", "--join", "x:1", "--endpoint-picker", "127.0.0.1:9002"], 2, "--endpoint-picker", "help"),
         (["engine", "join", "vllm=x", "--engine-admin-key-file", "/no/such"], 1, "names no engine", "vllm=http://"),
         (["engine", "list", "--engine-admin-key-file", "/no/such"], 1, "/no/such", "urandom"),

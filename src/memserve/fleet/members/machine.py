@@ -459,7 +459,7 @@ class EngineMember:
         return self._index.matched_blocks(packed) * block_tokens
 
     def _load(self) -> Load:
-        """As its routers are told it: while it drains without what the engine does for others, whom it need not
+        """As its routers are told it: while it drains without what the engine does for others, for which it need not
         await."""
         report = EngineReport({}) if self._drains else self._report
         return self._work.load(report, self._terms, self._routers.counts_of(None))
