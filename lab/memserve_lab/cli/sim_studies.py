@@ -307,7 +307,7 @@ def routers(
         str, typer.Option(help="conversation, synthetic, toolagent, agentic; azure-conv, azure-code, servegen.")
     ] = TRACES,
     policies: Annotated[
-        str, typer.Option(help="least-load, session, prompt-tree, dynamo, llm-d, cost; empty: all of them.")
+        str, typer.Option(help="least-load, session, prompt-tree, dynamo, llm-d, cost (empty: these); cost-line.")
     ] = "",
     load: Annotated[float, typer.Option(min=0.01, help="Times the speed at which each trace is played.")] = 1.0,
     data: Data = None,
@@ -323,6 +323,7 @@ def routers(
     from memserve_lab.experiments.evaluations.routers import (
         CASES,
         POLICIES,
+        STUDIED,
         RouterPlan,
         RouterResults,
         RouterStudy,
@@ -330,7 +331,7 @@ def routers(
 
     names = tuple(dict.fromkeys(name.strip() for name in traces.split(",")))
     rules = tuple(dict.fromkeys(name.strip() for name in policies.split(",") if name.strip())) or POLICIES
-    for name, choices in (*((name, tuple(CASES)) for name in names), *((rule, POLICIES) for rule in rules)):
+    for name, choices in (*((name, tuple(CASES)) for name in names), *((rule, (*POLICIES, STUDIED)) for rule in rules)):
         if name not in choices:
             raise UserError(f"unknown {name!r}", hint=f"some of {', '.join(choices)}")
     results = RouterResults(command=command(), machine={"simulated": "six instances, their rooflines"})
@@ -340,7 +341,7 @@ def routers(
 def ratios(
     *,
     cases: Annotated[str, typer.Option(help="precise, store.")] = "precise,store",
-    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second of precise.")] = 24.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests a second of precise.")] = 18.0,
     users: Annotated[int, typer.Option(min=2, help="Agents at a time, of store.")] = 24,
     share: Annotated[float, typer.Option(min=0.01, help="Of their sessions whose KV fits into HBM.")] = 0.25,
     turns: Annotated[int, typer.Option(min=1, help="Median turns of a session.")] = 12,

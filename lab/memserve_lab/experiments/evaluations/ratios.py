@@ -1,7 +1,7 @@
 """``memserve sim ratios``: ratios that others have published, in settings of like shape on the production machines.
 
 ======== ===========================================================================================================
-precise  llm-d: exact knowledge of prefixes at the router beside balancing by load; eight instances whose caches hold
+precise  llm-d: exact knowledge of prefixes at the router beside balancing by load; six instances whose caches hold
          the shared prompts of 150 groups once, with a quarter to spare, and no prefix passes between them
 store    vLLM with Mooncake's store: agents' sessions of which a part fits into HBM, without and with a store that
          holds all of them
@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.types import Admission
 from memserve.base.units import GIB, NS_PER_S
+from memserve.router.placement.placer import ALL_OF
 from memserve_lab.bench.metrics import figures
 from memserve_lab.bench.report_writer import MS, Table
 from memserve_lab.bench.study import Study, StudyResults, Tell
 from memserve_lab.cli.sim_results import record_of
 from memserve_lab.experiments.agents import blocks_for
 from memserve_lab.sim.hardware import machine
-from memserve_lab.sim.other_routers import RuledWorld
+from memserve_lab.sim.other_routers import RULES, RuledWorld
 from memserve_lab.sim.replay.setup import GPU_SCHEDULER, Setup, StoreSetup, parse_instances
 from memserve_lab.workloads.agents import AgentShape, agent_workload
 from memserve_lab.workloads.arrivals import Poisson, by_session, draws
@@ -61,7 +62,7 @@ class RatioPlan:
     """The options of a run."""
 
     cases: tuple[str, ...] = CASES
-    rate: float = 24.0
+    rate: float = 18.0
     """Requests a second of ``precise``."""
     users: int = 24
     """Agents at a time, of ``store``."""
@@ -93,14 +94,17 @@ def _patient(policy: str) -> ClusterConfig:
 
 
 def precise_worlds(plan: RatioPlan) -> Iterator[tuple[str, RuledWorld]]:
-    """By load, and by exact prefixes; then with prefixes that instances take from each other."""
+    """By load, and by exact prefixes in several ways; last with prefixes that instances take from each other."""
     hardware = machine("qwen3-32b", "h100", 2, block_tokens=BLOCK_TOKENS)
-    blocks = int(GROUPS * PREFIX_TOKENS / FILL / 8 / BLOCK_TOKENS)
+    blocks = int(GROUPS * PREFIX_TOKENS / FILL / ALL_OF / BLOCK_TOKENS)
     hardware = dataclasses.replace(hardware, hbm_blocks=blocks)
     workload = groups_workload(plan.rate, plan.seed)
-    for policy, fetches in (("least-load", False), ("prompt-tree", False), ("cost", False), ("cost", True)):
-        setup = Setup(parse_instances("8"), hardware, _patient(policy), GPU_SCHEDULER)
-        yield f"{policy}{'' if fetches else ', no fetches'}", RuledWorld(setup, workload, fetches=fetches)
+    rules = "least-load", "prompt-tree", "llm-d", "cost", "cost-line"
+    for policy, fetches in (*((rule, False) for rule in rules), ("cost", True)):
+        cluster = _patient("prompt-tree" if policy in RULES else policy)
+        setup = Setup(parse_instances(str(ALL_OF)), hardware, cluster, GPU_SCHEDULER)
+        name = f"{policy}{'' if fetches else ', no fetches'}"
+        yield name, RuledWorld(setup, workload, RULES.get(policy), fetches)
 
 
 def store_worlds(plan: RatioPlan) -> Iterator[tuple[str, RuledWorld]]:

@@ -162,6 +162,7 @@ def test_ratios_compare_with_the_best_of_the_others() -> None:
         one("dynamo", True, 0.8),
         one("as it is", True, 0.6),
     ]
+    points.append(one("cost-line", False, 0.1))
     ratios = RouterResults(points=points).ratios("t")
     assert ratios["mean, as they are"] == pytest.approx(0.6) and ratios["P99, with our fetches"] == pytest.approx(0.75)
 
