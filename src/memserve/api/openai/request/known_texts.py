@@ -88,27 +88,28 @@ class KnownTexts:
             lookup = self._pieces.get
             for end in ends:
                 texts.append(piece := text[first:end])
-                kept, first = lookup((owner, piece)), end
-                if kept is None:
+                match, first = lookup((owner, piece)), end
+                if match is None:
                     ids.append(None)
                 else:
-                    kept.was_used = True
-                    ids.append(kept.ids)
+                    match.was_used = True
+                    ids.append(match.ids)
         return TextPieces(owner, [*texts, text[first:]], [*ids, None])
 
     def complete_pieces(self, pieces: TextPieces) -> list[TokenArray]:
         """The ids of all pieces, as arrays to be joined; those that were not known are from now on, but the last."""
-        owner, texts = pieces.owner, pieces.texts
-        misses = [index for index, ids in enumerate(pieces.ids) if ids is None]
-        encoded = self.tokenizer.encode_batch_fast(
-            [texts[index] for index in misses], add_special_tokens=False
-        )  # no GIL
-        fresh = {index: np.array(encoding.ids, np.int32) for index, encoding in zip(misses, encoded, strict=True)}
-        with self._lock:
-            for index, ids in fresh.items():
-                if index < len(texts) - 1:
-                    self._store_piece((owner, texts[index]), ids)
-        return [fresh[index] if ids is None else ids for index, ids in enumerate(pieces.ids)]
+        owner, texts, ids = pieces.owner, pieces.texts, list(pieces.ids)
+        misses = [index for index, piece_ids in enumerate(ids) if piece_ids is None]  # the last piece is one of them
+        fresh_texts = [texts[index] for index in misses]
+        encoded = self.tokenizer.encode_batch_fast(fresh_texts, add_special_tokens=False)  # without the GIL
+        fresh = [np.array(encoding.ids, np.int32) for encoding in encoded]
+        for index, piece_ids in zip(misses, fresh, strict=True):
+            ids[index] = piece_ids
+        if len(misses) > 1:
+            with self._lock:
+                for index, piece_ids in zip(misses[:-1], fresh, strict=False):
+                    self._store_piece((owner, texts[index]), piece_ids)
+        return [piece_ids for piece_ids in ids if piece_ids is not None]
 
     def _find_ends(self, text: str) -> list[int]:
         """Of all pieces but the last."""
@@ -133,12 +134,12 @@ class KnownTexts:
         self.cached_bytes += _bytes_of(key, ids)
         while self.cached_bytes > self._bytes_max:
             oldest = next(iter(self._pieces))
-            kept = self._pieces.pop(oldest)
-            if kept.was_used:  # since it was kept, or looked at here: it is dropped when it was not used again
-                kept.was_used = False
-                self._pieces[oldest] = kept
+            entry = self._pieces.pop(oldest)
+            if entry.was_used:  # since it was kept, or looked at here: it is dropped when it was not used again
+                entry.was_used = False
+                self._pieces[oldest] = entry
             else:
-                self.cached_bytes -= _bytes_of(oldest, kept.ids)
+                self.cached_bytes -= _bytes_of(oldest, entry.ids)
 
 
 def _bytes_of(key: tuple[Owner, str], ids: TokenArray) -> int:
