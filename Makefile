@@ -95,6 +95,7 @@ $(VENV)/.core: $(CORE_SOURCES) $(VENV)/.tools
 
 $(VENV)/.tested: $(VENV)/.installed
 	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e ".[test,lint]"
+	@$(PIP) install --no-compile -c constraints.txt --no-deps --force-reinstall opentelemetry-proto  # xds-protos has an older copy of its files
 	@$(BIN)/python -c "import hypothesis.strategies, matplotlib.pyplot, openai, opentelemetry.sdk, pytest, scipy.stats, xdist"
 	@touch $@
 

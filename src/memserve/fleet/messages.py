@@ -110,7 +110,7 @@ def read_engine(text: str) -> EngineSpec:
     url = match[1] + (match[2] or "").removesuffix("/v1")
     settings = dict(part.partition("=")[::2] for part in more)
     if kind is EngineKind.MEMSERVE and settings:
-        hint = "leave them out: requests that begin alike go to one router, and it knows its instances"
+        hint = "leave them out of --engine: requests that begin alike go to one router, which knows its instances"
         raise UserError("routers of memserve publish no KV events, and are no members", hint=hint, param="engine")
     parts = {"model"} if kind is not EngineKind.OPENAI else set[str]()  # which does not speak in tokens
     parts |= {"events", "replay", "format", "role", "bootstrap"} if kind.has_roles else set()

@@ -72,9 +72,9 @@ def test_a_name_of_the_model_is_no_name_for_an_adapter(adapter: Path, capsys: py
     assert "cannot read the adapter 'support'" in said and "loading" not in said
 
 
-@pytest.mark.parametrize("flags", ["--routers 2", "--engine vllm=http://localhost:1"])
+@pytest.mark.parametrize("flags", ["--model /nowhere --routers 2", "--engine vllm=http://localhost:1"])
 def test_folder_is_refused_where_adapters_are_fixed(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", "--model", "/nowhere", "--lora-folder", "/adapters", *flags.split()]) == 1
+    assert run(["serve", "--lora-folder", "/adapters", *flags.split()]) == 1
     assert "do not come and go yet" in capsys.readouterr().err
 
 

@@ -441,7 +441,8 @@ class World:
             counts.update(store.count_achievements())
         for achievements in (self.keyed.count_achievements(), self.routers.count_achievements()):
             counts.update(achievements)
-        counts["engine: answers"] += sum(engine.answers for engine in self.engines)
+        if self.engines:
+            counts["engine: answers"] = sum(engine.answers for engine in self.engines)
         for node in self.instances:
             counts.update(node.count_achievements())
         return counts

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol
-from uuid import uuid4
 
 import msgspec
 
@@ -62,7 +61,9 @@ class SequenceCall(NamedTuple):
     @property
     def cache_salt(self) -> str:
         """KV is shared only between calls with the same salt; empty: with all that have none."""
-        return self.request.isolation if self.request.use_cache else uuid4().hex
+        request = self.request
+        alone = f"\x1f{request.request_id}/{self.sequence_index}/{len(self.generated)}"  # no tenant has such a name
+        return request.isolation if request.use_cache else alone
 
 
 class AnswerPiece(NamedTuple):

@@ -86,7 +86,7 @@ def test_no_tenant_finds_anothers_prefixes(kind: EngineKind) -> None:
         )
 
     plain, first, second = shared(call_of()), shared(call_of(tenant="a")), shared(call_of(tenant="b"))
-    uncached = shared(call_of(use_cache=False)), shared(call_of(use_cache=False))
+    uncached = shared(call_of(use_cache=False)), shared(call_of(use_cache=False, generated=(4,)))
     if kind is EngineKind.LLAMACPP:
         assert (plain, first, second, *uncached) == (True, False, False, False, False)
     else:

@@ -25,7 +25,7 @@ from memserve_lab.sim.fuzz.faults import KINDS
 from memserve_lab.sim.fuzz.network import FaultyNetwork
 from memserve_lab.sim.fuzz.plants import PLANTS, planted
 from memserve_lab.sim.fuzz.routers import Promises
-from memserve_lab.sim.fuzz.scenario import MS, ROW, SWARM, Fault, Setting, draw
+from memserve_lab.sim.fuzz.scenario import ENGINE_FAULTS, MS, ROW, SWARM, Fault, Setting, draw
 from memserve_lab.sim.fuzz.scenario_features import STORE_FAULTS
 from memserve_lab.sim.fuzz.world import World
 from memserve_lab.sim.process import Node
@@ -104,7 +104,7 @@ CAUGHT = {
     "store-generation": (31, "members: |blocks of the store believed"),
     "layer-arrival": (59, "not there yet"),
     "draft-check": (0, "tokens that do not exist"),
-    "answer-offsets": (91, "instead of"),
+    "answer-offsets": (133, "instead of"),
     "answer-end": (64, "keeps answers for ever"),
     "segment-drop": (2895, "is stale"),
     "segment-share": (29, "instead of"),
@@ -208,6 +208,7 @@ def test_every_kind_of_fault_can_be_drawn_and_struck() -> None:
         *SWARM,
         ROW,
         *STORE_FAULTS,
+        *ENGINE_FAULTS,
         "follower-kill",
         "follower-pause",
         "follower-asks",
