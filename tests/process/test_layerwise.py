@@ -83,6 +83,12 @@ def answers_of(llm: LLM, prompts: list[list[int]], count: int) -> list[list[int]
     return [list(output.outputs[0].tokens) for output in outputs]
 
 
+def common_length(answer: list[int], other_answer: list[int]) -> int:
+    """Tokens up to the first that the rounding of bfloat16 decides: other rows of a step, another token."""
+    pairs = zip(answer, other_answer, strict=True)
+    return next((at for at, (token, same) in enumerate(pairs) if token != same), len(answer))
+
+
 @pytest.mark.parametrize(("name", "dtype"), LONG_SHAPES)
 def test_context_beyond_kv_memory_has_the_models_own_tokens(name: str, dtype: str, tmp_path: Path) -> None:
     """Alone, and beside others: each prompt's tokens are those of transformers, or of much memory."""
@@ -95,11 +101,15 @@ def test_context_beyond_kv_memory_has_the_models_own_tokens(name: str, dtype: st
         together = answers_of(llm, prompts, COUNT)
         layers = llm._engine.stats().instance.layers
     if dtype == "float32":
-        expected = greedy_answers(module, prompts, COUNT, together)
+        expected, sure = greedy_answers(module, prompts, COUNT, together), [COUNT] * len(prompts)
     else:
         with LLM(folder, **OPTIONS | {"dtype": dtype, "block_tokens": 16}) as llm:
             expected = answers_of(llm, prompts, COUNT)
-    assert alone == expected[:1] and together == expected
+            singly = [answers_of(llm, [tokens], COUNT)[0] for tokens in prompts]
+        sure = [common_length(*pair) for pair in zip(expected, singly, strict=True)]
+        assert sum(sure) >= COUNT * len(prompts) // 2, "rounding decides nearly all of it"
+    assert alone[0][: sure[0]] == expected[0][: sure[0]]
+    assert all(a[:count] == b[:count] for a, b, count in zip(together, expected, sure, strict=True))
     read_bytes = 2 * COUNT * (LONG_TOKENS - HBM_TOKENS) * SHAPES[name].in_dtype(dtype).token_bytes
     assert layers.begun >= 2 and layers.link.up_bytes > read_bytes
     assert layers.sequences == layers.dram_pages == 0, "all have ended"
