@@ -362,14 +362,17 @@ class SequenceMemory:
         by_layer = sequence.layered
         reused = sequence.published if by_layer is None else by_layer.cached * self.block_tokens
         cached = sequence.known_tokens()[:reused]
-        shares = self._uses_cache(sequence.group.request) and len(cached)
         self.abandon_blocks(sequence)
-        if shares:
-            # after the own references are gone: the index keeps blocks that others hold
-            self.states.discard(sequence, cached)
-            self.pool.delete(sequence.group.isolation, cached)
-            if self.listener is not None:
-                self.listener.on_discarded(sequence, cached)
+        self.forget_kv(sequence, cached)  # after the own references are gone: the index keeps blocks that others hold
+
+    def forget_kv(self, sequence: Sequence, cached: TokenArray) -> None:
+        """Remove the tokens ``cached``, with which ``sequence`` begins, from the index: it holds none of their blocks."""
+        if not self._uses_cache(sequence.group.request) or not len(cached):
+            return
+        self.states.discard(sequence, cached)
+        if self.listener is not None:
+            self.listener.on_discarded(sequence, cached)  # first: what waits for a store holds blocks as well
+        self.pool.delete(sequence.group.isolation, cached)
 
     def _drop_blocks(self, sequence: Sequence) -> None:
         self.layers.detach_sequence(sequence, publishes=False)

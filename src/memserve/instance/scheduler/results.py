@@ -264,7 +264,9 @@ class StepResults:
         )
         for slot, failure in failed.items():
             sequence = by_slot[slot]
-            if sequence.phase is Phase.FINISHED:
+            if sequence.phase is Phase.FINISHED:  # cancelled since: what its last plans have published is in the index
+                if failure.kv_is_suspect:
+                    self.state.memory.forget_kv(sequence, sequence.known_tokens())
                 continue
             self.state.counters.rows_failed += 1
             if failure.kv_is_suspect:
