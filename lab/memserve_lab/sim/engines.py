@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from memserve.base.config import ExchangeConfig
-from memserve.base.types import ClockTicked, Role, TokenLogprobs
+from memserve.base.types import Role, TokenLogprobs
 from memserve.base.units import NS_PER_MS
 from memserve.fleet.members.dialects import AnswerPiece, SequenceCall, dialect_of
 from memserve.fleet.members.events import (
@@ -33,27 +33,16 @@ from memserve.fleet.members.machine import EngineMember
 from memserve.fleet.members.work import EngineTerms
 from memserve.fleet.messages import EngineKind, EngineReport, EngineSpec, KvReceived, ReplayEnded
 from memserve.kv.identity import DEFAULT_KEY
-from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
-from memserve.protocol.member import MemberMachine
+from memserve.protocol.events import EmitTokens, RejectRequest, Send
 from memserve.protocol.member_events import (
-    AddPeer,
     ChangeGeneration,
-    ConnectRouter,
     DrainRequested,
-    ForwardMessage,
     GenerationChanged,
-    Left,
-    LogWarning,
-    MemberAction,
-    MemberEvent,
-    ReadLoad,
-    RemovePeer,
 )
 from memserve.protocol.messages import AnyMessage, RequestRefused, Tokens
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.router.follower import NO_KV
-from memserve_lab.sim.nodes import Host, MemberNode
-from memserve_lab.sim.process import Ticking
+from memserve_lab.sim.nodes import Host, WorkerNode
 from memserve_lab.sim.reference.oracle import lone_tokens
 
 LOOK_NS = 100 * NS_PER_MS
@@ -139,12 +128,11 @@ class EngineHost(Host, Protocol):
     random: Random
 
 
-class EngineNode(MemberNode):
+class EngineNode(WorkerNode):
     """Hosts a ``MemberMachine`` and an ``EngineMember``, as ``fleet/members/host`` does, and their server."""
 
     host: EngineHost
     machine: EngineMember
-    member: MemberMachine
 
     def __init__(self, host: EngineHost, name: str, setup: EngineSetup, block_tokens: int) -> None:
         """Boots at once. ``block_tokens``: of the cluster's instances."""
@@ -258,21 +246,18 @@ class EngineNode(MemberNode):
         dialect = dialect_of(self.spec.kind)
         assert dialect is not None
         self.machine = EngineMember(terms, dialect, self.peer)
-        self.forget_lines()
         blocks = self.setup.blocks * self.setup.block_tokens // self._block_tokens
         self.info = PeerInfo(
             self.peer, Role.ENGINE, f"virtual://{self.peer.name}", "", NO_KV, blocks, 0, self.setup.context_tokens,
             caching=self.setup.caches, publishes_events=self.setup.publishes,
         )  # fmt: skip
-        self.member = MemberMachine(self.info, self.host.router_addresses, self.host.member_config)
-        self._beating = Ticking(self, lambda: self._tell_member(ClockTicked()))
-        self._do_actions(self.member.start(self.now))
+        self.start_member(self.info)
         self.call_later(LOOK_NS, self._look)
 
     def _look(self) -> None:
         """At the server: where it is gone the member leaves, and is back when it is."""
         if not self.is_up:
-            self._tell_member(DrainRequested(0))
+            self.tell_member(DrainRequested(0))
             return
         running = len(self._calls)
         kv_tokens = self.setup.blocks * self.setup.block_tokens
@@ -288,42 +273,15 @@ class EngineNode(MemberNode):
 
     # -- as a member
 
-    def on_message(self, sender: Peer, message: AnyMessage) -> None:
-        if self.host.tells:
-            self.host.log_line(f"{self.peer.name} <- {sender.name}: ", message)
-        self._tell_member(MessageArrived(sender, message))
+    def begin_generation(self, order: ChangeGeneration) -> None:
+        self.peer = Peer(self.peer.name, order.generation_min)
+        self.post_event(GenerationBegun(self.peer))
+        self.tell_member(GenerationChanged(msgspec.structs.replace(self.info, peer=self.peer)))
 
-    def _tell_member(self, event: MemberEvent) -> None:
-        self._do_actions(self.member.handle(event, self.now))
-
-    def _do_actions(self, actions: Sequence[MemberAction]) -> None:
-        life = self.life
-        for action in actions:
-            self._do_one(action)
-            if self.life != life:
-                return
-        self._beating.plan_tick(self.member.next_deadline_ns)
-
-    def _do_one(self, action: MemberAction) -> None:
-        match action:
-            case ForwardMessage(sender, message):
-                self.post_event(MessageArrived(sender, message))
-            case Send(to, message):
-                self.send_message(to, message)
-            case ReadLoad():
-                self._tell_member(self.machine.heartbeat_load(self.now))
-            case ConnectRouter() | AddPeer() | RemovePeer():
-                self.change_connections(action)
-            case ChangeGeneration(_, _, generation_min):
-                self.peer = Peer(self.peer.name, generation_min)
-                self.post_event(GenerationBegun(self.peer))
-                self._tell_member(GenerationChanged(msgspec.structs.replace(self.info, peer=self.peer)))
-            case LogWarning(text):
-                self.host.log_line(f"{self.peer.name}: {text}")
-            case Left():
-                self.begin_life()  # its calls end, and it waits for the server
-                self._calls.clear()
-                self.call_later(LOOK_NS, self._rejoin)
+    def on_end(self, refused: str) -> None:
+        self.begin_life()  # its calls end, and it waits for the server
+        self._calls.clear()
+        self.call_later(LOOK_NS, self._rejoin)
 
     def post_event(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only

@@ -42,6 +42,7 @@ from memserve.protocol.member_events import (
     ForwardMessage,
     GenerationChanged,
     Left,
+    LoadRead,
     LogWarning,
     MemberAction,
     MemberEvent,
@@ -223,12 +224,82 @@ class FollowedHost(Host, Protocol):
         """The machine of a follower, which starts now as ``node.peer``."""
 
 
-class InstanceNode(MemberNode):
-    """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``host/member`` does."""
+class WorkerMachine(Protocol):
+    """The machine of a member that runs requests."""
+
+    def heartbeat_load(self, now_ns: int) -> LoadRead:
+        """How busy it is."""
+
+
+class WorkerNode(MemberNode):
+    """Hosts a ``MemberMachine``, beside the machine of what it is a member with."""
 
     host: Host
-    machine: Instance
+    machine: WorkerMachine
     member: MemberMachine
+
+    def post_event(self, event: object) -> None:
+        """Give ``event`` to :attr:`machine`, and do what it says."""
+        raise NotImplementedError
+
+    def begin_generation(self, order: ChangeGeneration) -> None:
+        """Go on under a new generation of the name, and tell :attr:`member`."""
+        raise NotImplementedError
+
+    def on_end(self, refused: str) -> None:
+        """It has left the cluster. ``refused``: why it may not join; empty: it was drained."""
+        raise NotImplementedError
+
+    def start_member(self, info: PeerInfo) -> None:
+        """Ask to join, as a process does that has just started."""
+        self.forget_lines()
+        self.member = MemberMachine(info, self.host.router_addresses, self.host.member_config)
+        self._beating = Ticking(self, self.member_ticks)
+        self._do_actions(self.member.start(self.now))
+
+    def on_message(self, sender: Peer, message: AnyMessage) -> None:
+        if self.host.tells:
+            self.host.log_line(f"{self.peer.name} <- {sender.name}: ", message)
+        self.tell_member(MessageArrived(sender, message))
+
+    def member_ticks(self) -> None:
+        """A deadline of :attr:`member` has come."""
+        self.tell_member(ClockTicked())
+
+    def tell_member(self, event: MemberEvent) -> None:
+        """Give ``event`` to :attr:`member`, and do what it says."""
+        self._do_actions(self.member.handle(event, self.now))
+
+    def _do_actions(self, actions: Sequence[MemberAction]) -> None:
+        life = self.life
+        for action in actions:
+            self._do_one(action)
+            if self.life != life:
+                return  # it has left
+        self._beating.plan_tick(self.member.next_deadline_ns)
+
+    def _do_one(self, action: MemberAction) -> None:
+        match action:
+            case ForwardMessage(sender, message):
+                self.post_event(MessageArrived(sender, message))
+            case Send(to, message):
+                self.send_message(to, message)
+            case ReadLoad():
+                self.tell_member(self.machine.heartbeat_load(self.now))
+            case ConnectRouter() | AddPeer() | RemovePeer():
+                self.change_connections(action)
+            case ChangeGeneration():
+                self.begin_generation(action)
+            case LogWarning(text):
+                self.host.log_line(f"{self.peer.name}: {text}")
+            case Left(refused):
+                self.on_end(refused)
+
+
+class InstanceNode(WorkerNode):
+    """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``host/member`` does."""
+
+    machine: Instance
     device: Device
 
     def __init__(self, host: Host, name: str, role: Role, place: int, generation: int = 0) -> None:
@@ -250,11 +321,7 @@ class InstanceNode(MemberNode):
         self._working = False
         self._gates: dict[int, int | None] = {}  # of the plan under way and later ones: as ``MoveGate`` says
         self._at_gate: Callable[[], None] | None = None  # what goes on when one moves
-        self.forget_lines()
-        info, config = self.host.peer_info(self), self.host.member_config
-        self.member = MemberMachine(info, self.host.router_addresses, config)
-        self._beating = Ticking(self, self._member_ticks)
-        self._do_actions(self.member.start(self.now))
+        self.start_member(self.host.peer_info(self))
 
     def on_left(self) -> None:
         """The instance has been drained, has left the cluster, and its process has ended."""
@@ -263,51 +330,16 @@ class InstanceNode(MemberNode):
         """The router does not accept the instance."""
         check(False, f"{self.peer.name} was refused: {reason}")
 
-    # -- as a member
+    def on_end(self, refused: str) -> None:
+        self.kill_process()
+        self.on_refused(refused) if refused else self.on_left()
 
-    def on_message(self, sender: Peer, message: AnyMessage) -> None:
-        if self.host.tells:
-            self.host.log_line(f"{self.peer.name} <- {sender.name}: ", message)
-        self._tell_member(MessageArrived(sender, message))
-
-    def _member_ticks(self) -> None:
-        self._tell_member(ClockTicked())
-
-    def _tell_member(self, event: MemberEvent) -> None:
-        self._do_actions(self.member.handle(event, self.now))
-
-    def _do_actions(self, actions: Sequence[MemberAction]) -> None:
-        life = self.life
-        for action in actions:
-            self._do_one(action)
-            if self.life != life:
-                return  # it has left
-        self._beating.plan_tick(self.member.next_deadline_ns)
-
-    def _do_one(self, action: MemberAction) -> None:
-        match action:
-            case ForwardMessage(sender, message):
-                self.post_event(MessageArrived(sender, message))
-            case Send(to, message):
-                self.send_message(to, message)
-            case ReadLoad():
-                self._tell_member(self.machine.heartbeat_load(self.now))
-            case ConnectRouter() | AddPeer() | RemovePeer():
-                self.change_connections(action)
-            case ChangeGeneration():
-                self._become_new(action)
-            case LogWarning(text):
-                self.host.log_line(f"{self.peer.name}: {text}")
-            case Left(refused):
-                self.kill_process()
-                self.on_refused(refused) if refused else self.on_left()
-
-    def _become_new(self, order: ChangeGeneration) -> None:
+    def begin_generation(self, order: ChangeGeneration) -> None:
         """Drop all work, keep the cache, and take a new generation of the name."""
         self.post_event(MessageArrived(order.router, Expelled(order.reason)))
         self.peer = Peer(self.peer.name, order.generation_min)
         self.machine.restart_as(self.peer)
-        self._tell_member(GenerationChanged(self.host.peer_info(self)))
+        self.tell_member(GenerationChanged(self.host.peer_info(self)))
 
     def post_event(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only

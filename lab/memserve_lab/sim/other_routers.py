@@ -112,5 +112,5 @@ class RuledWorld(ReplayWorld):
         if self._rule is not None:
             placer._decide = self._rule
         if not self._fetches:
-            placer._longest_holders = lambda matches: []  # type: ignore[method-assign]  # of this one
+            placer._longest_holders = lambda matches: []  # type: ignore[method-assign]  # no configuration turns fetches off: this placer's only
         return cluster

@@ -138,13 +138,13 @@ class ReplayNode(InstanceNode):
         if self._working:
             self._look_ahead()
 
-    def _member_ticks(self) -> None:
+    def member_ticks(self) -> None:
         self.catch_up()
         now = self.host.clock.now
         if now - self._sent_ns >= self.host.setup.cluster.stalled_after_ns // SENDS_UNTIL_STALLED:
             self.send_tokens()
         self._beat_ns = now + self.host.member_config.beat_ns  # a heartbeat interrupts the steps
-        super()._member_ticks()
+        super().member_ticks()
         self._look_ahead()
 
     def send_tokens(self) -> None:

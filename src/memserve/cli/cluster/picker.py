@@ -82,9 +82,9 @@ def check_picker(http: HttpOptions) -> None:
     if http.server.endpoint_picker is None:
         return
     try:
-        import envoy.service.ext_proc.v3  # noqa: F401  # whether it is there
-        import grpc  # noqa: F401  # as well
-        import grpc_health.v1  # noqa: F401  # as well
+        import envoy.service.ext_proc.v3  # noqa: F401  # used where the picker starts: here it need only be there
+        import grpc  # noqa: F401  # used where the picker starts: here it need only be there
+        import grpc_health.v1  # noqa: F401  # used where the picker starts: here it need only be there
     except ImportError:
         hint = "pip install 'memserve[gateway]'"
         raise UserError("an endpoint picker needs the package xds-protos", hint=hint, param="endpoint_picker") from None

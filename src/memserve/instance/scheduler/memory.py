@@ -366,7 +366,7 @@ class SequenceMemory:
         self.forget_kv(sequence, cached)  # after the own references are gone: the index keeps blocks that others hold
 
     def forget_kv(self, sequence: Sequence, cached: TokenArray) -> None:
-        """Remove the tokens ``cached``, with which ``sequence`` begins, from the index: it holds none of their blocks."""
+        """Remove ``cached``, with which ``sequence`` begins, from the index: it holds none of their blocks."""
         if not self._uses_cache(sequence.group.request) or not len(cached):
             return
         self.states.discard(sequence, cached)

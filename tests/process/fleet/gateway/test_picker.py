@@ -53,6 +53,16 @@ def begun(gateway: AskingGateway, modes: tuple[int, int] = (PIECES, PIECES)) -> 
     return asking, asking.answer().endpoints
 
 
+def one_behind_another(gateway: AskingGateway, server: FleetServer) -> tuple[Asking, Asking]:
+    """A request that an engine runs, and one that waits for its place."""
+    first, _ = begun(gateway)
+    waiting = gateway.begin()
+    waiting.send_head()
+    waiting.send_body(json.dumps(BODY).encode())
+    eventually(lambda: server.host.machine.admission_stats().waiting == {"": 1})
+    return first, waiting
+
+
 @pytest.mark.parametrize("modes", [(PIECES, PIECES), (WHOLE, NONE), None])
 def test_endpoints_come_in_the_order_of_the_machine(engines: list[ScriptedEngine], modes: Any) -> None:
     with picking(engines) as server, AskingGateway(server.picker) as gateway:
@@ -154,11 +164,7 @@ def test_admission_queues_and_refuses_with_429(engines: list[ScriptedEngine]) ->
         picking(engines, config=ClusterConfig(admission=admission)) as server,
         AskingGateway(server.picker) as gateway,
     ):
-        first, _ = begun(gateway)
-        waiting = gateway.begin()
-        waiting.send_head()
-        waiting.send_body(json.dumps(BODY).encode())
-        eventually(lambda: server.host.machine.admission_stats().waiting == {"": 1})
+        first, waiting = one_behind_another(gateway, server)
         answer = gateway.ask(BODY)
         assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded") and answer.headers["retry-after"]
         first.end()
@@ -173,14 +179,11 @@ def test_a_gateway_that_gives_up_leaves_the_queue(engines: list[ScriptedEngine],
         picking(engines, config=ClusterConfig(admission=admission)) as server,
         AskingGateway(server.picker) as gateway,
     ):
-        first, _ = begun(gateway)
-        waiting = gateway.begin()
-        waiting.send_head()
-        waiting.send_body(json.dumps(BODY).encode())
-        eventually(lambda: server.host.machine.admission_stats().waiting == {"": 1})
+        first, waiting = one_behind_another(gateway, server)
         getattr(waiting, how)()
         eventually(lambda: server.host.machine.admission_stats().waiting == {})
         first.end()
+        eventually(lambda: not any(view.requests_open for view in views_of(server).values()))  # nor has it an engine
 
 
 def test_the_engine_is_busy_until_the_answer_ends(engines: list[ScriptedEngine]) -> None:
