@@ -23,7 +23,8 @@ from memserve.model import sampling
 from memserve.model.device import ModelDevice
 from memserve.model.forward import EagerForward
 from memserve.model.slots import SlotTable
-from memserve.protocol.messages import Dispatch, Tokens
+from memserve.protocol.events import RequestCancelled
+from memserve.protocol.messages import Dispatch, Segment, Span, Tokens
 from memserve_lab.sim.reference.device import fail_row
 from tiny_models import CONTEXT_TOKENS, GREEDY, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 from tiny_models import VOCAB as MODEL_VOCAB
@@ -345,6 +346,57 @@ def test_a_row_that_the_plan_does_not_have_cannot_fail() -> None:
     event.failed[5] = RowFailed("nobody's")
     with pytest.raises(InvariantError, match="does not have the rows"):
         world.machine.handle(event, 1)
+
+
+def test_kv_of_a_cancelled_request_that_gave_no_numbers_goes() -> None:
+    """It was cancelled while its last plan ran, and its blocks are cached: the next one computes them all the same."""
+    world = World(config(hbm=40, depth=1))
+    world.arrive(request("a", PROMPT[:14]))
+    while not world.machine.pool.match("", np.asarray(PROMPT[:14], np.int32)):
+        world.step()
+    plan = world.plans.popleft()
+    event = world.device.run_plan(plan)
+    world.asked_to_end.add("a")
+    world.post(RequestCancelled("a"))
+    fail_row(plan, event, plan.slots[0], RowFailed("planted", kv_is_suspect=True))
+    world.post(event)
+    assert world.machine.pool.match("", np.asarray(PROMPT[:14], np.int32)) == 0
+    world.arrive(request("b", PROMPT[:14]))
+    world.drain()
+    world.check_all_ended()
+
+
+def test_a_part_computed_again_is_not_trusted_by_its_old_token() -> None:
+    """The earlier part lies elsewhere. A token proves that it was read; when a step fails, what is computed again is
+    published behind a new token, as the earlier part may be lost by then."""
+    fleet = Fleet(a=fleet_config(), p=fleet_config(depth=1))
+    tokens, part = np.asarray(PROMPT[:28], np.int32), fleet.members["p"]
+    fleet.submit(request("first", PROMPT[:16], max_tokens=1), "a")
+    fleet.run()
+    lease = fleet.members["a"].machine.pool.acquire("", tokens[:16])
+    assert lease is not None and lease.tokens == 16
+    cells = fleet.members["a"].device.segment_cells(lease.blocks, 16)
+    part.device.segment = lambda segment, name: cells
+    span = Span(tokens[:16], (Segment(fleet.members["a"].peer, "", 16),), False)
+    part.hear(Dispatch(request("r", PROMPT[16:28], max_tokens=12), span=span))
+    group = part.machine.state.groups["r"]
+
+    def published() -> int:
+        return part.machine.pool.match(group.isolation, tokens[16:])
+
+    def step() -> None:
+        part.post(part.device.run_plan(part.plans.popleft()))
+
+    while not group.sequences[0].out:
+        step()
+    part.post(part.device.fail_plan(part.plans.popleft(), 0))
+    assert part.plans and not published()
+    part.device.segment = lambda segment, name: None
+    while part.plans:
+        step()
+    assert not published() and part.machine.is_idle
+    fleet.members["a"].machine.pool.unpin(lease)
+    fleet.members["a"].machine.pool.release(lease.blocks)
 
 
 @pytest.mark.parametrize("decode_at", [None, "d"])

@@ -5,6 +5,7 @@ What every member of a cluster has in virtual time, whatever its machine: a mail
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -238,17 +239,17 @@ class WorkerNode(MemberNode):
     machine: WorkerMachine
     member: MemberMachine
 
+    @abstractmethod
     def post_event(self, event: object) -> None:
         """Give ``event`` to :attr:`machine`, and do what it says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_generation(self, order: ChangeGeneration) -> None:
         """Go on under a new generation of the name, and tell :attr:`member`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def on_end(self, refused: str) -> None:
         """It has left the cluster. ``refused``: why it may not join; empty: it was drained."""
-        raise NotImplementedError
 
     def start_member(self, info: PeerInfo) -> None:
         """Ask to join, as a process does that has just started."""

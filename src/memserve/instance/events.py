@@ -322,13 +322,12 @@ class AdapterLoaded:
 class RowFailed:
     """A slot could not draw, by its own fault: its sequence ends, and no other one notices.
 
-    Unless its KV is suspect, the row was computed nevertheless, and KV that its plan publishes is that of its tokens.
+    The row was computed nevertheless, so KV that its plan publishes is that of its tokens.
     """
 
     reason: str  # for the client
     kv_is_suspect: bool = False
-    """True: the model gave no numbers for this row, and KV that it has read or written may be the reason; or it could
-    not read all that is before it."""
+    """True: the model gave no numbers for this row; KV that it has read or written may be the reason."""
 
 
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"

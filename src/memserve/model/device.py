@@ -20,7 +20,7 @@ from memserve import _core
 from memserve.base.config import InstanceConfig, PoolConfig
 from memserve.base.errors import UserError, check
 from memserve.base.types import Tier, TokenLogprobs
-from memserve.instance.events import MovePages, PlaceByLayer, SaveState, StepFinished, StepPlan
+from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, SaveState, StepFinished, StepPlan
 from memserve.kv.contents import MoveTokens
 from memserve.model.arena import ArenaSizes, KvArenas, blocks_of, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention
@@ -54,16 +54,7 @@ from memserve.model.lora import StepAdapters, lora_adapters
 from memserve.model.rotary import KeyRotation
 from memserve.model.rotation import TokenMover
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
-from memserve.model.slots import (
-    NOT_NUMBERS,
-    SEGMENT_LOST,
-    Failures,
-    Int32s,
-    Int64s,
-    SlotModel,
-    SlotTable,
-    isolate_row,
-)
+from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
 from memserve.model.states.layers import states_of, step_states
 from memserve.model.states.memory import RaggedStates, SlotStates, open_states, state_pages
 from memserve.model.workers.group import GroupMemory, WorkerGroup, collectives
@@ -493,7 +484,7 @@ class ModelDevice(Device):
     def _on_segment_lost(self, slot: int, why: str) -> None:
         """A slot cannot read all that is before its row: what it computes has no meaning from there on."""
         log.info("a part of a longer sequence is lost: %s", why)  # also when it has just ended elsewhere
-        self._slots.failed.setdefault(slot, SEGMENT_LOST)
+        self._slots.failed.setdefault(slot, RowFailed(""))
 
     def _reporting_attention(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         follows, stages = (False, 1) if self._crew is None else (not self._crew.is_leader, self._crew.share.stages)

@@ -121,9 +121,6 @@ _OF_THE_STEP = (InvariantError, MemoryError, torch.OutOfMemoryError, torch.Accel
 NOT_NUMBERS = RowFailed("the model gave no finite number for any next token", kv_is_suspect=True)
 """Not a number or infinity among the logits, or every token impossible, before the request's changes."""
 
-SEGMENT_LOST = RowFailed("", kv_is_suspect=True)
-"""Not all that is before the row was there to be read."""
-
 NO_ADAPTER = RowFailed("this instance does not have its adapter: start all with the same --lora", kv_is_suspect=True)
 
 NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)

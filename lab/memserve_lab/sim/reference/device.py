@@ -258,7 +258,7 @@ class SymbolicDevice:
             self._draw_late(plan, event, late)
         for number in plan.slots:
             if self.slots[number].is_lost:
-                fail_row(plan, event, number, RowFailed("", kv_is_suspect=True))
+                fail_row(plan, event, number, RowFailed(""))
         return replace(event, late=frozenset(late))
 
     def _draw_late(self, plan: StepPlan, event: StepFinished, late: set[int]) -> None:
@@ -503,7 +503,7 @@ class OracleDevice(SymbolicDevice, PageMemory):
             return super().run_plan(plan)
         for number in plan.gates:
             if self.slots[number].is_lost:  # since it has computed
-                fail_row(plan, result, number, RowFailed("", kv_is_suspect=True))
+                fail_row(plan, result, number, RowFailed(""))
         for layer in range(1, self.layers):
             self._write_layer(layer)
         self._late, self.gated_reads = None, {}

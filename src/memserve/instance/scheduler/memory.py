@@ -366,7 +366,7 @@ class SequenceMemory:
         self.forget_kv(sequence, cached)  # after the own references are gone: the index keeps blocks that others hold
 
     def forget_kv(self, sequence: Sequence, cached: TokenArray) -> None:
-        """Remove ``cached``, with which ``sequence`` begins, from the index: it holds none of their blocks."""
+        """Remove ``cached``, whole blocks with which ``sequence`` begins, from the index. It holds none of them."""
         if not self._uses_cache(sequence.group.request) or not len(cached):
             return
         self.states.discard(sequence, cached)
@@ -388,6 +388,7 @@ class SequenceMemory:
             self.pool.release(sequence.blocks)
             sequence.blocks = []
         sequence.computed = sequence.published = sequence.writable_until = 0
+        sequence.resumed = len(sequence.out)  # what is computed in their place has drawn none of them
 
     # -- swapping
 

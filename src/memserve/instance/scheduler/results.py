@@ -266,7 +266,8 @@ class StepResults:
             sequence = by_slot[slot]
             if sequence.phase is Phase.FINISHED:  # cancelled since: what its last plans have published is in the index
                 if failure.kv_is_suspect:
-                    self.state.memory.forget_kv(sequence, sequence.known_tokens())
+                    memory, tokens = self.state.memory, sequence.known_tokens()
+                    memory.forget_kv(sequence, tokens[: memory.pool.match(sequence.group.isolation, tokens)])
                 continue
             self.state.counters.rows_failed += 1
             if failure.kv_is_suspect:
@@ -328,7 +329,9 @@ def _fork(state: SchedulerState, parent: Sequence) -> Sequence:
     child.out, child.logprobs = list(parent.out), list(parent.logprobs)
     child.cumulative_logprob = parent.cumulative_logprob
     child.failures = parent.failures
+    child.resumed = len(child.out)  # of the child's own computing none is drawn
     if parent.blocks and (group.reserved_slots or state.free_slots):
+        child.resumed = parent.resumed
         state.take_slot(child)
         state.memory.fork(parent, child)
         state.move(child, Cause.BEAM_FORKED)

@@ -355,7 +355,8 @@ class Sequence(_core.SequenceRow):
         self.stops = group.stops
         self.phase = SEQUENCE.initial
         self.out: list[int] = []
-        #: those of ``out`` that another instance has drawn
+        #: those of ``out`` that were drawn behind other KV than what is here: by another instance, or before it was
+        #: dropped
         self.resumed = 0
         self.inflight = 0
         #: samples that may still be scheduled
