@@ -2,9 +2,9 @@
 
 Usage: ``python bench/quantised_linears.py [--formats Q4_0,Q4_K] [--rows 1,8,512] [--threads 2] [--cpu-time]``.
 
-Each figure of a format, and of a number of bits of activations (``--bits 8,15``), is how many times as fast as the
-packed bfloat16 linear it is; behind those of one row, how fast weights were read, beside what the machine reads in the
-same rounds. Contenders take turns, figures are medians; a layer
+Each figure of a format, and of a number of bits of activations (``--bits 8,15``; 0: weights become numbers, and
+activations stay such), is how many times as fast as the packed bfloat16 linear it is; behind those of one row, how fast
+weights were read, beside what the machine reads in the same rounds. Contenders take turns, figures are medians; a layer
 has several copies, so that its weights come from memory. ``--cpu-time``: the time that one thread computed, for a
 machine that other work shares; it implies one thread.
 """
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +91,8 @@ def compare(
     }  # fmt: skip
 
     def layer(weight: QuantisedWeight, size: int) -> Contender:
-        return copies_of(lambda: QuantisedLinear([own_copy(weight)], activation_bits=size), weight.packed.numel())
+        how: dict[str, Any] = {"activation_bits": size} if size else {"exact": True}
+        return copies_of(lambda: QuantisedLinear([own_copy(weight)], **how), weight.packed.numel())
 
     quantised = {f"{kind}/{size}": (weight, size) for kind, weight in packs.items() for size in bits}
     contenders |= {name: layer(*pair) for name, pair in quantised.items()}

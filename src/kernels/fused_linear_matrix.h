@@ -15,6 +15,7 @@ using memserve::fused::Linear;
 
 constexpr std::ptrdiff_t kRows = 16, kInputs = 32, kColumns = 16;  // of a tile; a step has two by two tiles
 constexpr std::ptrdiff_t kAhead = 4;                               // steps of 2 KiB by which weights are prefetched
+constexpr std::ptrdiff_t kNearBytes = 1 << 20;                     // of weights that the second cache holds beside x
 
 // Rows, and bytes per row, of each of the eight tile registers; the processor defines the layout.
 struct alignas(64) Shapes {
@@ -115,18 +116,22 @@ static void block(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t upper, st
   }
 }
 
-// Columns [begin, end), `begin` a multiple of 32.
+// Columns [begin, end), `begin` a multiple of 32: weights are read once, or where the second cache holds them x is.
 template <class Y>
 static void linear_columns(const Linear& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  const bool is_near = (end - begin) * op.k_padded * static_cast<std::ptrdiff_t>(sizeof(Bf16)) <= kNearBytes;
+  const std::ptrdiff_t columns_at_once = is_near ? end - begin : 2 * kColumns;
   std::ptrdiff_t configured = 0;
-  for (std::ptrdiff_t column = begin; column < end; column += 2 * kColumns) {
+  for (std::ptrdiff_t first = begin; first < end; first += columns_at_once) {
     for (std::ptrdiff_t row = 0, rows; row < op.rows; row += rows) {
       rows = std::min(op.rows - row, 2 * kRows);
       const std::ptrdiff_t upper = std::min(rows, kRows), lower = rows - upper;
       if (configured != rows) configure(upper, lower);
       configured = rows;
-      if (lower) block<Y, true>(op, row, upper, lower, column);
-      else block<Y, false>(op, row, upper, lower, column);
+      for (std::ptrdiff_t column = first; column < std::min(first + columns_at_once, end); column += 2 * kColumns) {
+        if (lower) block<Y, true>(op, row, upper, lower, column);
+        else block<Y, false>(op, row, upper, lower, column);
+      }
     }
   }
   _tile_release();

@@ -87,9 +87,9 @@ quantised::Activations Program::integers(const Step& step, const QuantisedLinear
 }
 
 void Program::run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range) {
-  if (is_float(quantised::layout_of(linear.then.format))) {  // its activations stay as they are
+  const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
+  if (quantised::takes_numbers(linear.then.format, rows, linear.fine, step.dtype)) {
     if (first) return;
-    const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
     return quantised::multiply_numbers({resolve(step.places[0]), linear.then.w, linear.then.bias,
                                         resolve(step.places[1]), rows, linear.then.k, linear.then.n, linear.first.stride,
                                         linear.then.stride_y, linear.then.format, false},
@@ -101,7 +101,7 @@ void Program::run_quantised(const Step& step, const QuantisedLinear& linear, boo
     return quantised::kernels_in_use().quantise(op, step.dtype, range.begin, range.end);
   }
   quantised::Product op = linear.then;
-  op.x = integers(step, linear), op.y = resolve(step.places[1]), op.rows = counts_[static_cast<int>(step.count)];
+  op.x = integers(step, linear), op.y = resolve(step.places[1]), op.rows = rows;
   quantised::product_kernels_in_use().multiply(op, step.dtype, range.begin, range.end);
 }
 

@@ -22,6 +22,13 @@ constexpr std::ptrdiff_t kWeightsPerThread = 32768;
 // With so many outputs for each row, one thread makes integers of the rows sooner than several meet again.
 constexpr std::ptrdiff_t kOutputsPerRow = 256;
 constexpr std::ptrdiff_t kPanelStrips = 2;  // of an exact product: as wide as the tiles that multiply it
+// Matrix units read rows once a panel, and wait for them: it fills half of the second cache of such processors.
+constexpr std::ptrdiff_t kPanelStripsMax = 16, kMatrixPanelBytes = 1 << 20;
+// Two products of bytes take as long as one of numbers for so many rows.
+constexpr std::ptrdiff_t kRowsOfIntegers = 128;
+// On matrix units, to make numbers of a weight takes as long as to multiply so many rows of integers
+// (bench/quantised_linears.py).
+constexpr std::ptrdiff_t rows_before_matrices(bool fine) { return fine ? 16 : 32; }
 
 std::atomic<int> forced_set{-1};
 
@@ -41,6 +48,17 @@ using Lines = std::unique_ptr<std::uint8_t, FreeLines>;
 Lines lines(std::ptrdiff_t bytes) {
   return Lines(static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kLine))));
 }
+
+// Memory of a thread that is used again: a new panel for each strip would be new pages each time.
+struct Scratch {
+  Lines memory;
+  std::ptrdiff_t size = 0;
+
+  void* of(std::ptrdiff_t bytes) {
+    if (bytes > size) memory = lines(bytes), size = bytes;
+    return memory.get();
+  }
+};
 
 // This thread's part of [0, count), among those of its team.
 struct Part {
@@ -65,6 +83,18 @@ void narrow(const float* from, void* to, std::ptrdiff_t count, Dtype dtype) {
   }
 }
 
+// Whether numbers of a dtype are multiplied by matrix units.
+bool has_matrices(Dtype of_x) { return of_x == Dtype::bfloat16 && current_isa() == Isa::amx; }
+
+const FillKernels& fill_kernels_in_use() {
+#if defined(MEMSERVE_X86_ISAS)
+  const int set = set_in_use();
+  if (set >= 3) return current_isa() >= Isa::avx512_bf16 ? avx512_bf16::fill_kernels : avx512::fill_kernels;
+  if (set >= 1) return avx2::fill_kernels;
+#endif
+  return portable::fill_kernels;
+}
+
 const FloatKernels& float_kernels_in_use(Dtype of_x) {
 #if defined(MEMSERVE_X86_ISAS)
   static const bool has_tables = best_isa() >= Isa::avx512_bf16 && __builtin_cpu_supports("avx512vbmi");
@@ -77,18 +107,21 @@ const FloatKernels& float_kernels_in_use(Dtype of_x) {
 }
 
 void fill_and_multiply(const Linear& op, Dtype of_x, bool wide, Part strips) {
-  const auto fill = kernels_in_use().fill;
+  const auto fill = fill_kernels_in_use().fill;
   const auto multiply = fused::kernels_in_use().linear;
   const std::ptrdiff_t item = of_x == Dtype::float32 ? 4 : 2, item_y = wide ? 4 : item;
   const std::ptrdiff_t bytes = strip_bytes(layout_of(op.format), op.k);
-  const Lines panel = lines(kPanelStrips * kStrip * op.k * item);
-  for (std::ptrdiff_t strip = strips.begin; strip < strips.end; strip += kPanelStrips) {
-    const std::ptrdiff_t count = std::min(kPanelStrips, strips.end - strip), first = strip * kStrip;
+  const std::ptrdiff_t fitting = has_matrices(of_x) ? kMatrixPanelBytes / (kStrip * op.k * item) : kPanelStrips;
+  const std::ptrdiff_t width = std::clamp(fitting, kPanelStrips, kPanelStripsMax);
+  static thread_local Scratch scratch;
+  void* panel = scratch.of(width * kStrip * op.k * item);
+  for (std::ptrdiff_t strip = strips.begin; strip < strips.end; strip += width) {
+    const std::ptrdiff_t count = std::min(width, strips.end - strip), first = strip * kStrip;
     const std::ptrdiff_t outputs = std::min(count * kStrip, op.n - first);
-    float bias[kPanelStrips * kStrip];
+    float bias[kPanelStripsMax * kStrip];
     if (op.bias) narrow(op.bias + first, bias, outputs, of_x);
-    fill(Panel{op.w + strip * bytes, panel.get(), op.k, op.format}, of_x, 0, count);
-    multiply(fused::Linear{op.x, panel.get(), op.bias ? bias : nullptr, static_cast<char*>(op.y) + first * item_y,
+    fill(Panel{op.w + strip * bytes, panel, op.k, op.format}, of_x, 0, count);
+    multiply(fused::Linear{op.x, panel, op.bias ? bias : nullptr, static_cast<char*>(op.y) + first * item_y,
                            op.rows, op.k, op.k, outputs, kStrip, op.stride_x, op.stride_y, wide},
              of_x, 0, outputs);
   }
@@ -140,6 +173,15 @@ const ProductKernels& product_kernels_in_use() {
   return portable::product_kernels;
 }
 
+bool takes_numbers(Format format, std::ptrdiff_t rows, bool fine, Dtype of_x) {
+  if (is_float(layout_of(format))) return true;
+  if (of_x == Dtype::float16) return false;
+  // A set that was forced is to show what its integers give.
+  const bool is_forced = forced_set.load(std::memory_order_relaxed) >= 0;
+  if (has_matrices(of_x) && !is_forced) return rows > rows_before_matrices(fine);
+  return fine && rows > kRowsOfIntegers;
+}
+
 void multiply_numbers(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end) {
   if (begin >= end) return;
   if (is_float(layout_of(op.format)) && op.rows <= kRowsOfFloats)
@@ -150,7 +192,7 @@ void multiply_numbers(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t b
 void run(const Linear& op, Dtype of_x, Dtype of_y) {
   const Kernels& kernels = kernels_in_use();
   const ProductKernels& products = product_kernels_in_use();
-  if (is_float(layout_of(op.format))) return run_exact(op, of_x, of_y);
+  if (takes_numbers(op.format, op.rows, op.fine, of_x)) return run_exact(op, of_x, of_y);
   if (op.rows <= 0) return;
   const Lines memory = lines(activation_bytes(op.rows, op.k, op.fine));
   const Activations x = activations_in(memory.get(), op.rows, op.k, op.fine);

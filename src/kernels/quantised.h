@@ -9,10 +9,11 @@
 // With fewer than 8 bits several lines share one (see quantised_values.h). Integers are never rounded again: they are
 // stored without a sign, `zero` above their value, and scales are the file's own.
 //
-// Numbers of 8 bits (FP8) are multiplied as such (float8_kernels.cpp). Of integers, a few rows and many are computed
-// alike: activations become integers of one byte, or of two where a model needs them
-// (15 bits), with a scale for 32 of them, and are multiplied as integers (quantised_body.h). The exact product dequantises panels of the weight and multiplies those as any other
-// (fused_linear_body.h). The bodies start no threads: quantised.cpp distributes strips and rows.
+// Numbers of 8 bits (FP8) are multiplied as such (float8_kernels.cpp). Of integers, a few rows and more are computed
+// alike: activations become integers of one byte, or of two where a model needs them (15 bits), with a scale for 32 of
+// them, and are multiplied as integers (quantised_body.h). For many rows, and for the exact product, panels of the
+// weight become numbers (quantised_fill_kernels.cpp), which are multiplied as any other (fused_linear_body.h): see
+// takes_numbers. The bodies start no threads: quantised.cpp distributes strips and rows.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -163,11 +164,13 @@ struct Gather {
 
 struct Kernels {
   void (*quantise)(const Quantise&, Dtype of_x, std::ptrdiff_t begin, std::ptrdiff_t end);  // rows
-  void (*fill)(const Panel&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);              // strips
   void (*gather)(const Gather&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);           // ids
 };
 
-// Apart from the others: there are further ones where a processor has dot products of bytes.
+// Apart from the others: there are further ones where a processor rounds to bfloat16, or has dot products of bytes.
+struct FillKernels {
+  void (*fill)(const Panel&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);  // strips
+};
 struct ProductKernels {
   void (*multiply)(const Product&, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);  // strips
 };
@@ -197,6 +200,10 @@ inline constexpr std::ptrdiff_t kRowsOfFloats = 128;
 struct FloatKernels {
   void (*multiply)(const Linear&, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);  // strips
 };
+
+// Whether activations stay numbers, and panels of the weight become such. A row that is multiplied so comes out a
+// little otherwise than as integers, as it would with packed bfloat16 weights.
+bool takes_numbers(Format format, std::ptrdiff_t rows, bool fine, Dtype of_x);
 
 // Some strips of a product with the weights as numbers, by one thread: float32 or bfloat16.
 void multiply_numbers(const Linear& op, Dtype of_x, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);
@@ -233,19 +240,23 @@ void cut(const Cut& op, std::uint8_t* to);
 namespace memserve {
 namespace portable {
 extern const quantised::Kernels quantised_kernels;
+extern const quantised::FillKernels fill_kernels;
 extern const quantised::ProductKernels product_kernels;
 extern const quantised::FloatKernels float8_kernels;
 }
 #if defined(MEMSERVE_X86_ISAS)
 namespace avx2 {
 extern const quantised::Kernels quantised_kernels;
+extern const quantised::FillKernels fill_kernels;
 extern const quantised::ProductKernels product_kernels;
 extern const quantised::FloatKernels float8_kernels;
 }
+namespace avx512_bf16 { extern const quantised::FillKernels fill_kernels; }
 namespace avx512_bf16_vbmi { extern const quantised::FloatKernels float8_kernels; }
 namespace avx2_vnni { extern const quantised::ProductKernels product_kernels; }
 namespace avx512 {
 extern const quantised::Kernels quantised_kernels;
+extern const quantised::FillKernels fill_kernels;
 extern const quantised::ProductKernels product_kernels;
 extern const quantised::FloatKernels float8_kernels;
 }

@@ -27,26 +27,12 @@ constexpr int kVectors = 2;                           // of outputs in a tile
 constexpr std::ptrdiff_t kWidth = kVectors * kLanes;  // outputs of a tile: a strip, or a part of it
 constexpr std::ptrdiff_t kPanelRows = 64;             // whose sums wait in memory
 constexpr std::ptrdiff_t kChunkGroups = 16;
-constexpr std::ptrdiff_t kAheadBytes = 3072;
 
 static inline std::int32_t four_of(const std::int8_t* x) {
   std::int32_t four;
   std::memcpy(&four, x, 4);
   return four;
 }
-
-// Fetches weights that are needed soon, some lines at a time: processors do not foresee the order in which a strip is
-// read. It may fetch a little beyond the weights, which cannot fault.
-struct Ahead {
-  const std::uint8_t* at;
-
-  void fetch_into_first(std::ptrdiff_t lines) {
-    for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 3);
-  }
-  void fetch_into_second(std::ptrdiff_t lines) {
-    for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 2);
-  }
-};
 
 // Writes the sums of one row over a strip.
 template <class Y>

@@ -1,4 +1,4 @@
-// Activations to integers and packed weights to numbers, compiled once per instruction set (see quantised.h).
+// Activations to integers and rows of embeddings to numbers, compiled once per instruction set (see quantised.h).
 #include "quantised_body.h"
 
 namespace {
@@ -102,69 +102,12 @@ static void quantise(const q::Quantise& op, Dtype dtype, std::ptrdiff_t begin, s
   quantise_rows<Fp16>(op, begin, end);
 }
 
-// The weights of one input, kLanes outputs: byte `byte` of each of `values`.
-template <q::Format kFormat>
-static inline Floats numbers_of(Words values, int byte, Floats scale, Floats minimum) {
-  constexpr Layout of = q::layout_of(kFormat);
-  if constexpr (q::is_float(of)) return floats_of_float8((values >> (8 * byte)) & 255u) * scale;
-  const Floats integers = floats_of((Ints)((values >> (8 * byte)) & 255u) - of.zero);
-  if constexpr (of.minimum == q::Minimum::none) return integers * scale;
-  return integers * scale - minimum;
-}
-
 // Of one value, without a scale.
 template <q::Format kFormat>
 static inline float number_of(std::uint8_t value) {
   constexpr Layout of = q::layout_of(kFormat);
   if constexpr (q::is_float(of)) return floats_of_float8(Words{} + value)[0];
   return static_cast<float>(value - of.zero);
-}
-
-static inline void put_four(float* to, const Floats* numbers) {
-  for (int i = 0; i < 4; ++i) store(to + i * q::kStrip, numbers[i]);
-}
-
-// Two inputs of an output lie side by side.
-static inline void put_four(Bf16* to, const Floats* numbers) {
-  for (int pair = 0; pair < 2; ++pair) {
-    const Words both = bf16_bits(numbers[2 * pair]) | bf16_bits(numbers[2 * pair + 1]) << 16;
-    std::memcpy(to + pair * 2 * q::kStrip, &both, sizeof both);
-  }
-}
-
-template <q::Format kFormat, class T>
-static void fill_strip(const std::uint8_t* strip, std::ptrdiff_t k, T* to) {
-  constexpr Layout of = q::layout_of(kFormat);
-  constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
-  for (std::ptrdiff_t i = 0; i < k / q::kGroup; ++i) {
-    const Header<kFormat> header{strip + i / of.groups * q::block_bytes(of)};
-    const std::ptrdiff_t group = i % of.groups;
-    T* place = to + i * q::kGroup * q::kStrip;
-    for (std::ptrdiff_t output = 0; output < q::kStrip; output += kLanes) {
-      const std::uint8_t* lines = header.lines(group, output);
-      Floats scales[2], minima[2] = {};
-      for (int part = 0; part < of.parts; ++part) {
-        scales[part] = header.scale(group, part, output);
-        if constexpr (of.minimum != q::Minimum::none) minima[part] = header.minimum(group, part, output, scales[part]);
-      }
-      each_step<0, q::kSteps>([&](auto step) {
-        constexpr int part = decltype(step)::value * of.parts / q::kSteps;
-        const Words values = values_of<kFormat, decltype(step)::value>(lines);
-        Floats numbers[4];
-        for (int byte = 0; byte < 4; ++byte)
-          numbers[byte] = numbers_of<kFormat>(values, byte, scales[part], minima[part]);
-        put_four(place + step.value * 4 * q::kStrip + output * pack, numbers);
-      });
-    }
-  }
-}
-
-template <q::Format kFormat, class T>
-static void fill_strips(const q::Panel& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
-  constexpr Layout of = q::layout_of(kFormat);
-  for (std::ptrdiff_t strip = begin; strip < end; ++strip)
-    fill_strip<kFormat>(op.w + strip * q::strip_bytes(of, op.k), op.k,
-                        static_cast<T*>(op.to) + (strip - begin) * q::kStrip * op.k);
 }
 
 // One output: its integers are picked from unpacked groups.
@@ -190,14 +133,6 @@ static void gather_rows(const q::Gather& op, std::ptrdiff_t begin, std::ptrdiff_
   }
 }
 
-static void fill(const q::Panel& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
-  with_format(op.format, [&](auto format) {
-    constexpr q::Format kFormat = decltype(format)::value;
-    if (dtype == Dtype::float32) fill_strips<kFormat, float>(op, begin, end);
-    else fill_strips<kFormat, Bf16>(op, begin, end);
-  });
-}
-
 static void gather(const q::Gather& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
   with_format(op.format, [&](auto format) {
     constexpr q::Format kFormat = decltype(format)::value;
@@ -211,5 +146,5 @@ static void gather(const q::Gather& op, Dtype dtype, std::ptrdiff_t begin, std::
 
 namespace memserve::MEMSERVE_ISA {
 extern const quantised::Kernels quantised_kernels;
-const quantised::Kernels quantised_kernels{&quantise, &fill, &gather};
+const quantised::Kernels quantised_kernels{&quantise, &gather};
 }  // namespace memserve::MEMSERVE_ISA

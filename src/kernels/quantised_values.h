@@ -179,6 +179,21 @@ struct Header {
   }
 };
 
+constexpr std::ptrdiff_t kAheadBytes = 3072;
+
+// Fetches weights that are needed soon, some lines at a time: processors do not foresee the order in which a strip is
+// read. It may fetch a little beyond the weights, which cannot fault.
+struct Ahead {
+  const std::uint8_t* at;
+
+  void fetch_into_first(std::ptrdiff_t lines) {
+    for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 3);
+  }
+  void fetch_into_second(std::ptrdiff_t lines) {
+    for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 2);
+  }
+};
+
 // Calls body with std::integral_constant-like steps [0, 8), unrolled.
 template <int kStep>
 struct Step {

@@ -4,6 +4,7 @@ set(MEMSERVE_ISA_SOURCES
   src/kernels/attention_kernels.cpp
   src/kernels/float8_kernels.cpp
   src/kernels/fused_kernels.cpp
+  src/kernels/quantised_fill_kernels.cpp
   src/kernels/quantised_kernels.cpp
   src/kernels/quantised_numbers_kernels.cpp
   src/kernels/recurrent_kernels.cpp

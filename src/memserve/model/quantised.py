@@ -12,7 +12,8 @@ scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -23,7 +24,6 @@ from torch import Tensor
 from memserve import _kernels
 from memserve.base.errors import UserError
 from memserve.base.types import COARSE_BITS
-from memserve.model.linears import ROWS_NATIVE_MAX
 
 FORMATS = tuple(_kernels.QUANTISED_FORMATS)
 """GGUF's names; ``INT4_32``, ``INT4_128``, ``INT8_32``, ``INT8_128``: integers in groups of so many inputs; ``FP8_32``,
@@ -51,6 +51,17 @@ def is_quantised(module: Any) -> bool:
     """Whether weights of ``module`` come from fewer bits than those of its dtype. Rounding then makes more of a
     difference to its logits."""
     return bool(getattr(module, _MARK, False))
+
+
+@contextmanager
+def integers_at_any_rows() -> Iterator[None]:
+    """Activations become integers however many rows there are, as in a step of few: for what measures their rounding.
+    In the whole process."""
+    _kernels.force_quantised_set(_kernels.quantised_set())
+    try:
+        yield
+    finally:
+        _kernels.force_quantised_set(None)
 
 
 class Stacked(Protocol):
@@ -243,12 +254,10 @@ class QuantisedLinear:
         x = x.contiguous() if self.inputs is None else x.index_select(-1, self.inputs)
         y = torch.empty((*x.shape[:-1], self.n), dtype=dtype)
         rows = x.numel() // self.k
-        # two products of bytes take as long as one of numbers, for which panels of many rows' weights become numbers
-        by_numbers = self.activation_bits > COARSE_BITS and rows > ROWS_NATIVE_MAX and x.dtype in _EXACT
         _kernels.quantised_linear(
             x.data_ptr(), self.k, self.weight.data_ptr(), self._bias_address, y.data_ptr(), self.n,
             rows, self.k, self.n, self._format, _CODES[x.dtype], _CODES[dtype],
-            0 if self.exact or by_numbers else self.activation_bits,
+            0 if self.exact else self.activation_bits,
         )  # fmt: skip
         return y
 
