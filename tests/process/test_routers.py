@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -138,6 +140,31 @@ def test_stored_responses_are_found_by_any_router() -> None:
             last = response["id"]
         with httpx.Client(timeout=60) as http, http.stream("POST", url, json={"input": "Hi", "stream": True}) as events:
             assert "response.completed" in "".join(events.iter_text())
+
+
+def test_files_and_batches_are_answered_by_any_router(balanced: Balanced) -> None:
+    """Each request over a connection of its own: the owner's files, whichever router is asked."""
+    eventually(lambda: listening_sockets(balanced.url) == 2)
+    body = {"model": "tiny", "prompt": " w9", "max_tokens": 2, "temperature": 0}
+    rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/completions", "body": body} for n in range(4)]
+    lines = "\n".join(map(json.dumps, rows)).encode()
+
+    def ask(method: str, path: str, **what: Any) -> httpx.Response:
+        with balanced.http as http:
+            return http.request(method, f"{balanced.url}{path}", **what).raise_for_status()
+
+    def run_batch() -> None:
+        file = ask("POST", "/files", files={"file": ("rows.jsonl", lines)}, data={"purpose": "batch"}).json()
+        assert ask("GET", f"/files/{file['id']}/content").content == lines
+        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        place = f"/batches/{ask('POST', '/batches', json=asked).json()['id']}"
+        eventually(lambda: ask("GET", place).json()["status"] == "completed")
+        answers = ask("GET", f"/files/{ask('GET', place).json()['output_file_id']}/content").text.splitlines()
+        assert sorted(json.loads(answer)["custom_id"] for answer in answers) == ["r0", "r1", "r2", "r3"]
+        ask("DELETE", f"/files/{file['id']}")
+
+    for _ in range(6):
+        run_batch()
 
 
 def test_messages_are_answered_by_both_routers(tmp_path: Path) -> None:

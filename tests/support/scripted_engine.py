@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ class Asked:
     path: str
     headers: dict[str, str]
     body: bytes
+    pieces: Callable[[], AsyncIterator[bytes]] | None = None
+    """Of a body that is still to come."""
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -76,6 +78,8 @@ class ScriptedEngine:
     """Requests for answers."""
     looks: int = 0
     """How often it was asked for its models."""
+    streams_bodies: bool = False
+    """Bodies without a length are left to the script."""
     pages: dict[str, tuple[int, bytes]] = field(default_factory=dict)
     """Status and body by path, in the place of what it says itself."""
     seen: set[str] = field(default_factory=set)
@@ -95,10 +99,13 @@ class ScriptedEngine:
             first, *lines = head.split("\r\n")
             headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
             is_chunked = headers.get("transfer-encoding") == "chunked"
+            if is_chunked and self.streams_bodies:
+                await self._one(Asked(first.split()[1], headers, b"", lambda: _pieces(reader)), writer)
+                return
             body = await (_chunks(reader) if is_chunked else reader.readexactly(int(headers.get("content-length", 0))))
             await self._one(Asked(first.split()[1], headers, body), writer)
             await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, asyncio.CancelledError):
             pass
         finally:
             writer.close()
@@ -125,13 +132,15 @@ class ScriptedEngine:
             await self.script(asked, writer)
 
 
-async def _chunks(reader: asyncio.StreamReader) -> bytes:
+async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """A body without a length."""
-    body = b""
-    while size := int(await reader.readline(), 16):
-        body += (await reader.readexactly(size + 2))[:size]
+    while size := int(await reader.readline() or b"no end", 16):
+        yield (await reader.readexactly(size + 2))[:size]
     await reader.readline()
-    return body
+
+
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    return b"".join([piece async for piece in _pieces(reader)])
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -102,9 +103,80 @@ def test_wrong_keys_do_not_reach_the_owner(world: World, owner: ScriptedEngine) 
     assert owner.asked == []
 
 
-def test_files_and_batches_are_still_redirected(world: World, owner: ScriptedEngine) -> None:
-    answer = httpx.get(f"{world.url}/v1/files?limit=2", headers=HEADERS)
-    assert (answer.status_code, answer.headers["location"]) == (307, f"{owner.url}/v1/files?limit=2")
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/adapters/a"])
+def test_adapters_are_still_redirected(path: str, world: World, owner: ScriptedEngine) -> None:
+    answer = httpx.post(f"{world.url}{path}?a=2", headers=HEADERS)
+    assert (answer.status_code, answer.headers["location"]) == (307, f"{owner.url}{path}?a=2")
+    assert owner.asked == []
+
+
+def test_batches_and_what_files_say_are_the_owners(world: World, owner: ScriptedEngine) -> None:
+    assert httpx.get(f"{world.url}/v1/files?limit=2", headers=HEADERS).content == DOCUMENT
+    assert httpx.delete(f"{world.url}/v1/files/f", headers=HEADERS).status_code == 201
+    assert httpx.post(f"{world.url}/v1/batches", content=b'{"a": 1}', headers=HEADERS).status_code == 201
+    asked = [(each.path, each.body) for each in owner.asked]
+    assert asked == [("/v1/files?limit=2", b""), ("/v1/files/f", b""), ("/v1/batches", b'{"a": 1}')]
+
+
+def test_an_upload_goes_on_as_it_comes(world: World, owner: ScriptedEngine) -> None:
+    """More than a router would read of a body; the first pieces are there before the last one is sent."""
+    arrived, size = threading.Event(), 0
+
+    async def receive(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        nonlocal size
+        async for piece in asked.pieces():
+            size += len(piece)
+            arrived.set()
+        writer.write(whole(200, DOCUMENT))
+
+    owner.streams_bodies, owner.script = True, receive
+
+    def pieces() -> Iterator[bytes]:
+        yield b"x" * 100_000
+        assert arrived.wait(30)
+        for _ in range(800):
+            yield b"y" * 100_000
+
+    answer = httpx.post(f"{world.url}/v1/files", content=pieces(), headers=HEADERS, timeout=60)
+    assert (answer.status_code, answer.content, size) == (200, DOCUMENT, 80_100_000)
+
+
+def test_an_upload_that_the_owner_refuses_need_not_end(world: World, owner: ScriptedEngine) -> None:
+    refused = threading.Event()
+
+    async def refuse(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(413, b"{}"))
+        await writer.drain()
+        refused.set()
+
+    owner.streams_bodies, owner.script = True, refuse
+
+    def pieces() -> Iterator[bytes]:
+        yield b"x"
+        assert refused.wait(30)
+        yield b"x"
+
+    answer = httpx.post(f"{world.url}/v1/files", content=pieces(), headers=HEADERS, timeout=30)
+    assert answer.status_code == 413
+
+
+def test_an_upload_that_breaks_off_breaks_off_at_the_owner(world: World, owner: ScriptedEngine) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def receive(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        try:
+            async for _ in asked.pieces():
+                begun.set()
+        finally:
+            ended.set()
+
+    owner.streams_bodies, owner.script = True, receive
+    host, _, port = world.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key-of-a\r\nContent-Length: 9999\r\n\r\n"
+        sock.sendall(head + b"x" * 100)
+        assert begun.wait(30)
+    assert ended.wait(30)
 
 
 def test_a_relayed_request_is_never_relayed_again(world: World, owner: ScriptedEngine) -> None:

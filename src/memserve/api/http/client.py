@@ -65,10 +65,13 @@ class HttpCall:
         self.headers: list[tuple[bytes, bytes]] = []
         self.status = 0
 
-    async def send_request(self, method: str, path: str, headers: Headers, body: bytes, deadline_s: float) -> None:
+    async def send_request(
+        self, method: str, path: str, headers: Headers, body: bytes | AsyncIterator[bytes], deadline_s: float
+    ) -> None:
         """Send the request, and wait for the head of the answer until ``deadline_s`` (seconds) are over.
 
-        Raises :class:`HttpFault`.
+        ``body``: pieces are sent as they come, until the server answers: what it refuses it need not read to its end.
+        What they raise aborts the call. Raises :class:`HttpFault`.
         """
         try:
             async with asyncio.timeout(min(CONNECT_S, deadline_s)):
@@ -79,12 +82,16 @@ class HttpCall:
             raise HttpFault(f"no connection: {error}", refuses=True) from None
         lines = [b"%b %b HTTP/1.1" % (method.encode(), path.encode("latin-1")), b"host: %b" % self._authority()]
         lines += [b"%b: %b" % header for header in headers]
-        lines += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
+        framing = b"content-length: %d" % len(body) if isinstance(body, bytes) else b"transfer-encoding: chunked"
+        lines += [b"connection: close", framing, b"", body if isinstance(body, bytes) else b""]
         self._parser = httptools.HttpResponseParser(self)
+        sending: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(deadline_s):
-                self._writer.write(b"\r\n".join(lines) + body)
+                self._writer.write(b"\r\n".join(lines))
                 await self._writer.drain()
+                if not isinstance(body, bytes):
+                    sending = asyncio.create_task(self._send_pieces(self._writer, body))
                 head_bytes = 0
                 while not self._head_complete:
                     head_bytes += await self._read_data()
@@ -94,6 +101,9 @@ class HttpCall:
             raise HttpFault(f"no answer within {deadline_s:g} s", status=504) from None
         except OSError as error:
             raise self._aborted or HttpFault(f"it broke the connection off: {error}") from None
+        finally:
+            if sending is not None:
+                sending.cancel()
 
     async def body_pieces(self, silence_s: float) -> AsyncIterator[bytes]:
         """The body as it comes; never empty. Raises :class:`HttpFault` when it breaks off, or when nothing comes for
@@ -139,6 +149,17 @@ class HttpCall:
         """Give the connection up, whatever has come."""
         if self._writer is not None:
             self._writer.transport.abort()
+
+    async def _send_pieces(self, writer: asyncio.StreamWriter, pieces: AsyncIterator[bytes]) -> None:
+        try:
+            async for piece in pieces:
+                writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await writer.drain()
+            writer.write(b"0\r\n\r\n")
+        except OSError:
+            return  # the server reads no more: its answer, if it sent one, says why
+        except Exception as error:  # the wait for the answer ends with it
+            self.abort_call(f"its body broke off: {error}")
 
     def _authority(self) -> bytes:
         host = f"[{self._host}]" if ":" in self._host else self._host

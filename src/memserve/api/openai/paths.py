@@ -2,14 +2,14 @@
 ``/load`` and ``/``; paths with a slash at their end; and what a router that is not the owner does not answer itself.
 
 Documents, sessions whose KV is kept, stored responses, hints on KV, files and batches are the owner's alone. A router
-that is not the owner has the owner answer, and hands the answer on as it comes; of files, batches and adapters, and
-where the owner speaks TLS, it says where the owner answers, by a redirect (307).
+that is not the owner has the owner answer, and hands uploads and answers on as they come; of adapters, and where the
+owner speaks TLS, it says where the owner answers, by a redirect (307).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from urllib.parse import quote
 
 import msgspec
@@ -86,10 +86,10 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-_RELAYED_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/kv_hints")
-_REDIRECTED_PATHS = (
-    "/v1/files", "/v1/batches", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters",
-)  # fmt: skip
+_UPLOADS = "/v1/files"
+"""Bodies are larger than memory is for: none is read whole here."""
+_RELAYED_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/kv_hints", "/v1/batches", _UPLOADS)
+_REDIRECTED_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
 _RELAYED = b"x-memserve-relayed"
 _SILENCE_S = 600.0
 """How long the owner may say nothing in the middle of a request."""
@@ -132,13 +132,18 @@ class OwnerOnly:
             await self._app(scope, receive, send)
         elif scope["method"] in ("GET", "DELETE"):
             await answer_as_owner(self._hub, path, scope, receive, send, b"")
+        elif path == _UPLOADS:
+            await answer_as_owner(self._hub, path, scope, receive, send, None)
         else:
             async with json_body(scope, receive, self._edge) as body:
                 await answer_as_owner(self._hub, path, scope, receive, send, body)
 
 
-async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
-    """Send the owner's answer to a request with ``body``. ``feature``: why it is the owner's.
+async def answer_as_owner(
+    hub: Hub, feature: str, scope: Scope, receive: Receive, send: Send, body: bytes | None
+) -> None:
+    """Send the owner's answer to a request with ``body``; None: it is still to come, and handed on piece by piece.
+    ``feature``: why it is the owner's.
 
     Raises :class:`ApiError` where the owner cannot be asked: 307 with TLS, 503 where it does not answer, or its address
     is not known."""
@@ -147,8 +152,10 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
         raise redirect_to_owner(url or "", scope, feature)
     if hub.draining:
         raise shutting_down()
-    call = HttpCall(url)
-    watcher = asyncio.create_task(_abort_on_disconnect(call, receive))
+    call, upload = HttpCall(url), _Upload(receive)
+    if body is not None:
+        upload.is_over.set()
+    watcher = asyncio.create_task(_abort_on_disconnect(call, upload))
     try:
         query = scope.get("query_string", b"")
         raw_path = scope.get("raw_path") or quote(scope["path"]).encode()  # which not every server gives
@@ -157,14 +164,14 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
         not_sent = NOT_SENT_ON if own_id is None else NOT_SENT_ON | {b"x-request-id"}
         headers = [header for header in scope["headers"] if header[0] not in not_sent]
         headers += [(_RELAYED, b"1")] if own_id is None else [(b"x-request-id", own_id.encode()), (_RELAYED, b"1")]
-        await call.send_request(scope["method"], target, headers, body, _SILENCE_S)
+        await call.send_request(scope["method"], target, headers, upload.pieces() if body is None else body, _SILENCE_S)
         answer_headers = [header for header in call.headers if header[0] not in NOT_SENT_BACK]
         await send({"type": "http.response.start", "status": call.status, "headers": answer_headers})
         async for piece in call.body_pieces(_SILENCE_S):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     except HttpFault as fault:
-        if watcher.done():
+        if watcher.done() or upload.is_broken:
             raise ClientGone from None
         raise owner_silent(feature, fault.reason) from None  # where it has begun, the connection ends with it
     finally:
@@ -172,8 +179,35 @@ async def answer_as_owner(hub: Hub, feature: str, scope: Scope, receive: Receive
         call.close()
 
 
-async def _abort_on_disconnect(call: HttpCall, receive: Receive) -> None:
-    await wait_for_disconnect(receive)
+class _Upload:
+    """A body that is read only as fast as it is sent on."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.receive = receive
+        #: nothing of it is read any more
+        self.is_over = asyncio.Event()
+        #: the client left before its end
+        self.is_broken = False
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Never empty. Raises :class:`ClientGone`."""
+        try:
+            while True:
+                message = await self.receive()
+                if message["type"] == "http.disconnect":
+                    self.is_broken = True
+                    raise ClientGone
+                if piece := message.get("body"):
+                    yield piece
+                if not message.get("more_body"):
+                    return
+        finally:
+            self.is_over.set()
+
+
+async def _abort_on_disconnect(call: HttpCall, upload: _Upload) -> None:
+    await upload.is_over.wait()  # both would read
+    await wait_for_disconnect(upload.receive)
     call.abort_call("the client left")
 
 
