@@ -64,6 +64,10 @@ class SignalCounter:
         self.names.append(name)
         return True
 
+    def patience_s(self, drain_s: float) -> float:
+        """The seconds that work may take from now on: ``drain_s`` at the first signal, none after the second."""
+        return drain_s if self.count == 1 else 0.0
+
 
 def on_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     """``handler`` takes every ending signal from now on. Main thread only."""

@@ -70,11 +70,11 @@ from memserve.protocol.messages import AnyMessage, RequestRefused, Tokens
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.router.follower import NO_KV
 from memserve.system.memory import resident_bytes
-from memserve.system.process import HealthFile, HealthState, SignalCounter, ending_signals, new_generation
-from memserve.system.secrets import Followed, Secret
+from memserve.system.process import HealthState, SignalCounter, ending_signals, new_generation
+from memserve.system.secrets import Followed
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.member_place import MemberPlace, health_of
 
 log = logging.getLogger(__name__)
 
@@ -103,27 +103,11 @@ class EngineMemberOptions:
     """An engine's place in a cluster."""
 
     spec: EngineSpec
-    name: str
-    join: tuple[str, ...]
-    """Where the router's mailbox may be, ``tcp://host:port`` each."""
-    secret: Secret
-    """The cluster's."""
-    identity_key: bytes
-    """From that secret."""
     tokenize: Callable[[str], list[int]]
     """The cluster's tokenizer: names of special tokens are those, and nothing is put before the text."""
     block_tokens: int
     """Of the cluster's instances."""
-    host: str = "127.0.0.1"
-    """Where its mailbox listens."""
-    port: int = 0
-    advertise: str | None = None
-    drain_s: float = 0.0
-    model: str = ""
-    """The name of the model, where the cluster has several; empty: the first."""
-    is_supervised: bool = False
-    """A ``memserve serve`` on this host has started it, and ends it."""
-    health_file: HealthFile | None = None
+    place: MemberPlace
 
 
 class EngineProcess:
@@ -139,6 +123,7 @@ class EngineProcess:
         self.options, self._dialect, self._key, self._say = options, dialect, key, say
         self.client = EngineClient(key, lambda event: self._post_if_member(event))
         self._membership: _Membership | None = None
+        self._health = options.place.open_health()
         self._counter = SignalCounter()
         self._ends = asyncio.Event()
 
@@ -156,18 +141,18 @@ class EngineProcess:
                 terms = await self._wait_until_well()
                 if terms is None:
                     return
-                self._membership = _Membership(self.options, terms, self._dialect, self.client, self._key)
+                self._membership = _Membership(self, terms, self._dialect, self._key)
                 is_over = await self._membership.run(self._on_joined)
                 self._membership = None
                 if is_over:
                     return
         finally:
             self.client.close()
-            if self.options.health_file is not None:
-                self.options.health_file.remove_file()
+            if self._health is not None:
+                self._health.remove_file()
 
     def _on_joined(self) -> None:
-        self._say(f"{self.options.spec.name} is a member of {', '.join(self.options.join)}")
+        self._say(f"{self.options.spec.name} is a member of {', '.join(self.options.place.join)}")
 
     def _post_if_member(self, event: EngineMemberEvent) -> None:
         if self._membership is not None:
@@ -175,7 +160,7 @@ class EngineProcess:
 
     def _follow_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        signals = [signal.SIGTERM] if self.options.is_supervised else ending_signals()
+        signals = [signal.SIGTERM] if self.options.place.is_supervised else ending_signals()
         for sig in signals:
             loop.add_signal_handler(sig, self._on_signal, int(sig))
 
@@ -183,9 +168,13 @@ class EngineProcess:
         if not self._counter.count_signal(sig):
             return
         self._ends.set()
-        patience_s = self.options.drain_s if self._counter.count == 1 else 0.0
         if self._membership is not None:
-            self._membership.leave(patience_s, self._counter.names[-1])
+            self._membership.leave(self._counter.patience_s(self.options.place.drain_s), self._counter.names[-1])
+
+    def write_health(self, state: HealthState) -> None:
+        """Where it has been given a file for that."""
+        if self._health is not None:
+            self._health.write_state(state)
 
     # -- before it is a member
 
@@ -199,19 +188,18 @@ class EngineProcess:
                 if fault.reason != reason:
                     reason = fault.reason
                     self._say(f"waiting for {spec.name}: {reason}")
-            if self.options.health_file is not None:
-                self.options.health_file.write_state(HealthState.OUTSIDE)
+            self.write_health(HealthState.OUTSIDE)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ends.wait(), LOOK_EVERY_S)
         return None
 
     async def _read_terms(self) -> EngineTerms:
-        options = self.options
-        report = await self.client.read_report(options.spec)
-        model = engine_model(report, options.spec)
+        options, spec = self.options, self.options.spec
+        report = await self.client.read_report(spec)
+        model = engine_model(report, spec)
         context_tokens = await self._read_context(model)
         await self._check_tokenizer(model)
-        return EngineTerms(options.spec, model, context_tokens, options.identity_key, options.block_tokens)
+        return EngineTerms(spec, model, context_tokens, options.place.identity_key, options.block_tokens)
 
     async def _read_context(self, model: str) -> int:
         """The longest sequence that the engine runs."""
@@ -233,27 +221,21 @@ class EngineProcess:
             if status != 200:
                 raise HttpFault(f"its {dialect.tokenize_path} says {status}: whether its tokens are ours is not known")
             if _tokens_in(page) != self.options.tokenize(text):
-                own_name = self.options.model or "the model"
+                own_name = self.options.place.model or "the model"
                 raise HttpFault(f"it has another tokenizer than {own_name}: it serves another model")
 
 
 class _Membership:
     """From joining to leaving, once."""
 
-    def __init__(
-        self,
-        options: EngineMemberOptions,
-        terms: EngineTerms,
-        dialect: Dialect,
-        client: EngineClient,
-        key: EngineKey,
-    ) -> None:
-        self._options, self._dialect, self._client, self._key = options, dialect, client, key
+    def __init__(self, process: EngineProcess, terms: EngineTerms, dialect: Dialect, key: EngineKey) -> None:
+        self._process, self._dialect, self._key = process, dialect, key
+        self._options, self._client = process.options, process.client
+        self._place = process.options.place
         self._loop = asyncio.get_running_loop()
-        self_peer = Peer(options.name, new_generation())
+        self_peer = Peer(self._place.name, new_generation())
         self._engine = EngineMember(terms, dialect, self_peer)
-        listen_address = ListenAddress(options.secret, options.host, options.advertise, options.port)
-        self._mailbox = ZmqMailbox(self_peer, listen_address, self._on_message)
+        self._mailbox = ZmqMailbox(self_peer, self._place, self._on_message)
         self._mailbox.read_in(self._loop)
         self._terms = terms
         self._member: MemberMachine | None = None  # until the engine's first report
@@ -275,7 +257,7 @@ class _Membership:
         self._on_joined = on_joined
         try:
             report = await self._client.read_report(self._options.spec)
-            self._member = MemberMachine(self._describe(report), self._options.join, MemberConfig())
+            self._member = MemberMachine(self._describe(report), self._place.join, MemberConfig())
             self.post_event(ReportRead(report))
             self._perform_member(self._member.start(time.monotonic_ns()))
             self._tasks = [asyncio.create_task(self._poll_engine())]
@@ -321,7 +303,7 @@ class _Membership:
             host_id=this_host(),
             pid=os.getpid(),
             publishes_events=bool(spec.events),
-            model=self._options.model,
+            model=self._place.model,
         )
 
     # -- the two machines
@@ -372,14 +354,12 @@ class _Membership:
             )
             reading = replace(reading, stats=own_stats.encode())
         self._post_member(reading)
-        health_file = self._options.health_file
-        if health_file is not None and self._member is not None:
-            is_member = self._member.router is not None
-            health_file.write_state(HealthState.MEMBER if is_member else HealthState.OUTSIDE)
+        if self._member is not None:
+            self._process.write_health(health_of(self._member))
 
     def _change_generation(self, generation_min: int) -> None:
         assert self._member is not None
-        self_peer = Peer(self._options.name, max(generation_min, new_generation()))
+        self_peer = Peer(self._place.name, max(generation_min, new_generation()))
         self.post_event(GenerationBegun(self_peer))
         self._mailbox.restart_as(self_peer)
         self._post_member(GenerationChanged(msgspec.structs.replace(self._member.info, peer=self_peer)))
