@@ -23,7 +23,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.fleet import run_further_router
+from memserve.cli.cluster.fleet import WITHOUT_MODEL, run_further_router
 from memserve.cli.cluster.http import Served, serve_until_signal
 from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, join_addresses, listen_host, own_host_to
 from memserve.cli.cluster.models import Models, NamedModel, read_models, slug_of
@@ -154,10 +154,11 @@ def _run_supervised(
             outlive=child.outlive,
         )  # fmt: skip
         keys = (GivenKeys.from_payload(child.startup_payload[name]) for name in ("api_keys", "metrics_keys"))
-        if "fleet" in child.startup_payload:
-            run_further_router(name, child.startup_payload, http(*keys), cluster, owner_url)
-            return
-        run_follower(models, place, http(*keys), lambda line: None)
+        served = http(*keys)
+        if WITHOUT_MODEL in child.startup_payload and served.beside is not None:
+            run_further_router(served, served.beside)
+        else:
+            run_follower(models, place, served, lambda line: None)
 
 
 def run_follower(
