@@ -296,7 +296,6 @@ class HostedInstance:
         outlet: Outlet,
         *,
         on_broken: Callable[[], None],
-        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``on_broken`` is called in the engine thread when the machine raised: nothing will happen any more."""
         self.machine = machine
@@ -305,7 +304,7 @@ class HostedInstance:
         self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._timer = StepTimer(bound_bytes=device.bound_bytes)
         self._loop: MachineLoop[Event] = MachineLoop(
-            machine, self._perform_actions, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
+            machine, self._perform_actions, on_broken=on_broken, on_end=self._end_plans
         )
         self._device_thread = threading.Thread(target=self._run_device, name="memserve-device", daemon=True)
         self._started_steps: queue.SimpleQueue[tuple[StepPlan, Callable[[], StepFinished]] | None] = queue.SimpleQueue()
@@ -479,11 +478,9 @@ class EngineAdapters:
 class Engine(ClientCommands):
     """Runs requests: thread-safe ``submit``, answers through a sink that the engine thread calls."""
 
-    def __init__(self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, machine: Instance, device: Device) -> None:
         super().__init__(lambda event: self._instance.post_event(event))
-        self._instance = HostedInstance(
-            machine, device, self._perform_action, on_broken=self._clients.fail_all, clock_ns=clock_ns
-        )
+        self._instance = HostedInstance(machine, device, self._perform_action, on_broken=self._clients.fail_all)
         self._closed = False
         self._adapters = EngineAdapters(self._instance.post_event)
         self.load_adapter, self.unload_adapter = self._adapters.load_adapter, self._adapters.unload_adapter

@@ -142,7 +142,6 @@ class RouterEngine(ClientCommands):
         machine: Cluster | Follower,
         open_mailbox: Callable[[OnMessage], Mailbox],
         *,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
         keeper: MetaKeeper | None = None,
         self_peer: Peer | None = None,
     ) -> None:
@@ -177,7 +176,7 @@ class RouterEngine(ClientCommands):
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, it would not know its members
         self._loop: SharedLoop[Any] = SharedLoop(
-            machine, self._perform_actions, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
+            machine, self._perform_actions, on_broken=self._clients.fail_all, name="memserve-router"
         )
         self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)

@@ -171,10 +171,10 @@ class CpuWatch:
         return max(0.0, others_s / (now.at_s - self._first_reading.at_s))
 
 
-def measure_busy_cores(seconds: float = 0.5) -> float | None:
-    """As :meth:`CpuWatch.others_cores`, over the next ``seconds``, in which the caller does nothing."""
+def measure_busy_cores() -> float | None:
+    """As :meth:`CpuWatch.others_cores`, over the next half second, in which the caller does nothing."""
     watch = CpuWatch()
-    time.sleep(seconds)
+    time.sleep(0.5)
     return watch.others_cores()
 
 

@@ -45,7 +45,7 @@ from memserve.fleet.messages import EngineReport, KvReceived, ReplayEnded
 from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.stats import InstanceStats
-from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.costs import PreemptionModel
 from memserve.kv.events import KvFeed
 from memserve.kv.identity import namespace_id
 from memserve.protocol.events import MessageArrived, RejectRequest, Send
@@ -72,8 +72,7 @@ from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 class EngineMember:
     """One mutator, :meth:`handle`; :meth:`heartbeat_load` is read between two events."""
 
-    def __init__(self, terms: EngineTerms, dialect: Dialect, self_peer: Peer, costs: PreemptionModel | None = None):
-        """``costs``: what is known of the engine's speed. None: nothing."""
+    def __init__(self, terms: EngineTerms, dialect: Dialect, self_peer: Peer) -> None:
         self._terms, self._dialect, self._self_peer = terms, dialect, self_peer
         exchange = terms.exchange
         self._routers = Routers(exchange.kept_answer_ns)
@@ -84,7 +83,7 @@ class EngineMember:
         self._listener: KvListener | None = None  # None: it publishes nothing, or the names of blocks are not known yet
         self._kv_names: tuple[str, int] | None = None  # namespace and tokens of a block, as the cluster's instances say
         self._report = EngineReport({})
-        self._work = EngineWork(costs or PreemptionModel(PreemptionCosts()))
+        self._work = EngineWork()
         self._drains = False
         self._outputs: list[TokenOutput] = []
         self._actions: list[EngineMemberAction] = []
