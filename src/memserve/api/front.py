@@ -27,11 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.app import Application, BelowRoot
 from memserve.api.batches.routes import open_batches
-from memserve.api.front_pages import AllPages, json_page
+from memserve.api.front_pages import AllPages
 from memserve.api.http.config import ApiConfig
 from memserve.api.http.errors import ApiError, bad_request, shutting_down
 from memserve.api.http.limits import TENANT_KEY, Edge, header
-from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, send_error
+from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, json_page, send_error
 from memserve.api.model_table import ModelPart, ModelTable
 from memserve.api.openai.paths import TrailingSlashes
 from memserve.base.config import DRAIN_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.http.errors import shutting_down
-from memserve.api.http.middleware import KeyRing
+from memserve.api.http.middleware import KeyRing, json_page
 from memserve.api.http.server import Calls
 from memserve.api.metrics.http import ApiMetrics, is_of_process
 from memserve.api.model_table import ASLEEP, ModelPart, ModelTable
@@ -115,8 +114,3 @@ def _add_families(by_name: dict[str, Metric], registry: CollectorRegistry, label
             continue
         family = by_name.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
         family.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples]
-
-
-def json_page(value: object, status: int = 200) -> Response:
-    """A page of JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -28,7 +28,7 @@ from memserve.api.app import Application, FixedPaths, no_application, request_lo
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import Edge
-from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, json_page
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.paths import Probes, TrailingSlashes, redirect_to_owner
@@ -84,7 +84,7 @@ class EngineRoutes:
     async def list_engines(self, request: Request) -> Response:
         """All of them, and how they are."""
         self._check_key(request)
-        return _json_page({"engines": [_engine_fields(view) for view in self._host.machine.engine_views()]})
+        return json_page({"engines": [_engine_fields(view) for view in self._host.machine.engine_views()]})
 
     async def join_engine(self, request: Request) -> Response:
         """``{"engine": "vllm=http://HOST:PORT,..."}``, as ``--engine`` has it. Says how it is at once."""
@@ -99,16 +99,19 @@ class EngineRoutes:
         except msgspec.DecodeError:
             raise bad_request('Send {"engine": "vllm=http://HOST:PORT"}', "engine") from None
         await self._host.join_engine(spec)
-        view = next((view for view in self._host.machine.engine_views() if view.name == spec.name), None)
-        return _json_page(_engine_fields(view) if view is not None else {"name": spec.name, "up": False})
+        view = self._view_of(spec.name)
+        return json_page(_engine_fields(view) if view is not None else {"name": spec.name, "up": False})
 
     async def remove_engine(self, request: Request) -> Response:
         """It gets no new requests, and is gone when its last one has ended."""
         self._check_owner(request)
         name = request.path_params["name"]
         self._host.leave_engine(name)
-        view = next((view for view in self._host.machine.engine_views() if view.name == name), None)
-        return _json_page({"name": name, "requests_open": view.requests_open if view is not None else 0})
+        view = self._view_of(name)
+        return json_page({"name": name, "requests_open": view.requests_open if view is not None else 0})
+
+    def _view_of(self, name: str) -> EngineView | None:
+        return next((view for view in self._host.machine.engine_views() if view.name == name), None)
 
 
 def _engine_fields(view: EngineView) -> dict[str, object]:
@@ -120,10 +123,6 @@ def _engine_fields(view: EngineView) -> dict[str, object]:
         "requests_open": view.requests_open,
         "cached_blocks": view.cached_blocks,
     }
-
-
-def _json_page(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 FLEET_METRICS: Table = [
@@ -147,8 +146,8 @@ FLEET_METRICS: Table = [
 ]  # fmt: skip
 
 
-class FleetSnapshot:
-    """One reading of the fleet, as Prometheus wants it."""
+class FleetReading:
+    """All engines at one moment: a collector of Prometheus, and what the dashboard shows."""
 
     def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
         self._engines, self._admission = engines, admission
@@ -162,13 +161,6 @@ class FleetSnapshot:
         yield from families(FLEET_METRICS, [((view.name,), view) for view in self._engines], ("engine",))
         yield from with_old_names(families(declared(AdmissionStats), [((), self._admission)]))
 
-
-class FleetReading:
-    """All engines at one moment."""
-
-    def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
-        self._engines, self._admission = engines, admission
-
     @property
     def is_answered(self) -> bool:
         """The router itself says it."""
@@ -176,7 +168,7 @@ class FleetReading:
 
     def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
         """The fleet's part of ``/metrics``, which names no tenant."""
-        return FleetSnapshot(self._engines, self._admission).collect()
+        return self.collect()
 
     def tenant_families(self) -> Iterable[Metric]:
         """None: engines of other projects tell nothing by tenant."""
@@ -235,14 +227,14 @@ class _Pages:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": self.model_cards()})
+        return json_page({"object": "list", "data": self.model_cards()})
 
     async def show_model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
         name, models = request.path_params["name"], self._host.engines_by_model()
         if name not in models:
             raise model_not_found(name, ", ".join(models))
-        return _json(self._model_card(name))
+        return json_page(self._model_card(name))
 
     async def show_health(self, request: Request) -> Response:
         """``GET /health``: 200 while an engine takes requests."""
@@ -251,7 +243,7 @@ class _Pages:
         views = self._host.machine.engine_views()
         is_up = any(view.up for view in views)
         status = "ok" if is_up else "no engine takes requests"
-        return _json({"status": status, "engines": {view.name: view.up for view in views}}, 200 if is_up else 503)
+        return json_page({"status": status, "engines": {view.name: view.up for view in views}}, 200 if is_up else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form."""
@@ -263,12 +255,8 @@ class _Pages:
     def registries(self) -> list[CollectorRegistry]:
         """What it shows."""
         registry = CollectorRegistry()
-        registry.register(FleetSnapshot(self._host.machine.engine_views(), self._host.machine.admission_stats()))
+        registry.register(FleetReading(self._host.machine.engine_views(), self._host.machine.admission_stats()))
         return [self._metrics.registry, registry]
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def create_fleet_app(

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.http.limits import TENANT_KEY, ClientGone, json_body
-from memserve.api.http.middleware import REPLY_KEY
+from memserve.api.http.middleware import REPLY_KEY, json_page
 from memserve.api.http.request import new_id
 from memserve.api.openai.endpoints import ChatPlanner, EndpointParts, addressed, keep_prefixes
 from memserve.api.openai.interfaces import ModelNames
@@ -166,15 +166,17 @@ class ResponsesRoutes:
         ]
 
     async def _get_response(self, request: Request) -> Response:
-        return _json(self._store.get_response(request.scope[TENANT_KEY], request.path_params["response_id"]).response)
+        return json_page(
+            self._store.get_response(request.scope[TENANT_KEY], request.path_params["response_id"]).response
+        )
 
     async def _cancel_response(self, request: Request) -> Response:
-        return _json(self._store.cancel_response(request.scope[TENANT_KEY], request.path_params["response_id"]))
+        return json_page(self._store.cancel_response(request.scope[TENANT_KEY], request.path_params["response_id"]))
 
     async def _delete_response(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         self._store.delete_response(request.scope[TENANT_KEY], response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_page({"id": response_id, "object": "response", "deleted": True})
 
     async def create_response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``POST /v1/responses``."""
@@ -400,7 +402,3 @@ def _initial_response(body: ResponsesBody, plan: Generation, response_id: str, m
         "usage": None,
         "user": body.user,
     }
-
-
-def _json(value: Any) -> Response:
-    return Response(_encode(value), media_type="application/json")
