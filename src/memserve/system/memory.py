@@ -195,7 +195,7 @@ def trim_heap() -> None:
         trim(0)
 
 
-def keep_heap_small() -> None:
+def keep_heap_small(every_s: float = TRIM_EVERY_S) -> None:
     """From now on all threads of this process share one heap, and its free pages go back to the system regularly.
 
     glibc gives each thread a heap of its own, and each keeps the most that its thread ever needed. For processes of
@@ -207,7 +207,7 @@ def keep_heap_small() -> None:
 
     def run() -> None:
         while True:
-            time.sleep(TRIM_EVERY_S)
+            time.sleep(every_s)
             trim_heap()
 
     threading.Thread(target=run, name="heap-trim", daemon=True).start()

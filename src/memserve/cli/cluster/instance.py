@@ -47,21 +47,6 @@ class Child:
     startup_payload: Mapping[str, Any]
     """All of it."""
 
-    def place(self, name: str, role: Role, join: str, link: str, model: str) -> MemberPlace:
-        """That of a child with this name."""
-        return MemberPlace(
-            name=name,
-            role=role,
-            join=(join,),
-            secret=self.secret,
-            host=self.host,
-            link=link,
-            drain_s=self.startup_payload.get("drain_s", 0.0),
-            is_supervised=True,
-            outlive=self.outlive,
-            model=model,
-        )
-
 
 @contextmanager
 def child_of_serve(join: str, name: str, log_level: str) -> Iterator[Child]:
@@ -137,13 +122,8 @@ def instance(
     engine = dataclasses.replace(engine, model=path)
     role, represented = _read_server(role, server, engine_key_file)
     if supervised:
-        with child_of_serve(join, name or role.value, log_level) as child:
-            place = child.place(name or role.value, role, join, link, model)
-            if represented is not None:
-                _represent_engine(represented, engine, place)
-            else:
-                _run_quietly(engine, place)
-            _exit_immediately()
+        _run_supervised(engine, model, join, role, name or role.value, link, log_level, represented)
+        return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
     place = _place(model, join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
@@ -153,11 +133,29 @@ def instance(
     _run_here(engine, place)
 
 
-def _run_quietly(engine: EngineOptions, place: MemberPlace) -> None:
-    """As a child of ``memserve serve``, which says what it waits for."""
-    from memserve.host.instance import run_instance
+def _run_supervised(
+    engine: EngineOptions,
+    model: str,
+    join: str,
+    role: Role,
+    name: str,
+    link: str,
+    log_level: str,
+    represented: _Represented | None,
+) -> None:
+    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
+    with child_of_serve(join, name, log_level) as child:
+        place = MemberPlace(
+            name=name, role=role, join=(join,), secret=child.secret, host=child.host, link=link,
+            drain_s=child.startup_payload.get("drain_s", 0.0), is_supervised=True, outlive=child.outlive, model=model,
+        )  # fmt: skip
+        if represented is not None:
+            _represent_engine(represented, engine, place)
+        else:
+            from memserve.host.instance import run_instance
 
-    run_instance(engine, place, lambda: None)
+            run_instance(engine, place, lambda: None)
+        _exit_immediately()
 
 
 def _run_here(engine: EngineOptions, place: MemberPlace) -> None:
