@@ -63,6 +63,7 @@ class AllPages:
     async def get_metrics(self, request: Request) -> Response:
         """``GET /metrics``: of each model with its name as a label; of other servers and of the process without."""
         self._metrics_keys.tenant_of(request.headers.get("authorization"))
+        # a page that needs no key tells no names of tenants
         names_tenants = not self._metrics_keys.is_open
         self._metrics.read_process()
         by_name = {metric.name: metric for metric in self._metrics.registry.collect() if is_of_process(metric)}
@@ -110,6 +111,7 @@ class _Families:
 
 def _add_families(by_name: dict[str, Metric], registry: CollectorRegistry, labels: dict[str, str]) -> None:
     for metric in registry.collect():
+        # each model's registry has them, and they are of one process
         if is_of_process(metric):
             continue
         family = by_name.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))

@@ -71,6 +71,7 @@ class DocumentRoutes:
                 return replace(document, adapter=adapter.digest, model=adapter.name)
 
             document = await encoder.run_work(tenant, len(data), data, prepared)
+        # both hold the body, which may be as large as the document
         del data, prepared
         existed = self._documents.has_document(tenant, document_id)
         cached_tokens = await self._compute_document(document, tenant, request.receive)
@@ -78,6 +79,7 @@ class DocumentRoutes:
         await self._memory.store_document(tenant, entry)
         self._pin_document(entry, tenant)
         pinned = await self._pinned_soon(entry, tenant)
+        # the answer begins it: computing, writing and pinning may have taken minutes
         self._documents.restart_ttl(tenant, entry)
         return json_page(
             _document_card(entry, pinned, entry.ttl_s) | {"cached_tokens": cached_tokens}, 200 if existed else 201
@@ -117,6 +119,7 @@ class DocumentRoutes:
             request_id=f"doc-{uuid.uuid4().hex}",
             prompt=document.tokens,
             sampling=SamplingParams(temperature=0.0),
+            # a prompt is computed for a token that is drawn; this one is thrown away
             stop=StopParams(max_tokens=1),
             tenant=tenant,
             session=document.handle,

@@ -205,6 +205,7 @@ class EngineProcess:
         """The longest sequence that the engine runs."""
         spec = self.options.spec
         status, page = await self.client.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
+        # vLLM and SGLang say it beside the model's name, llama.cpp of its slots
         tokens = _context_in(page, model) if status == 200 else None
         if tokens is None:
             status, page = await self.client.fetch_page(spec, "GET", "/props", b"", LOOK_S)
@@ -296,6 +297,7 @@ class _Membership:
             self._mailbox.address,
             "",
             NO_KV,
+            # so many blocks as an instance would have: routers reserve in these
             tokens // self._options.block_tokens,
             0,
             self._terms.context_tokens,
@@ -335,6 +337,7 @@ class _Membership:
                 case RemovePeer(peer):
                     self._mailbox.disconnect(peer)
                 case ReadLoad(with_stats):
+                    # not at once: the machine is in the middle of the actions of one event
                     self._loop.call_soon(self._post_load, with_stats)
                 case ChangeGeneration(_, _, generation_min):
                     self._loop.call_soon(partial(self._change_generation, generation_min))
@@ -393,6 +396,7 @@ class _Membership:
             self._timer.cancel()
             self._timer = None
         if due_ns is not None and not self._left.is_set():
+            # a deadline that is over already must not turn the loop without a pause
             in_s = max(0.001, (due_ns - time.monotonic_ns()) / NS_PER_S)
             self._timer = self._loop.call_later(in_s, self._on_time)
 
@@ -406,10 +410,12 @@ class _Membership:
     async def _poll_engine(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            # replays end, and this lives for months
             self._tasks = [task for task in self._tasks if not task.done()]
             try:
                 report = await self._client.read_report(self._options.spec)
             except HttpFault as fault:
+                # a closed port is certain; a page that is late may be the load
                 if fault.refuses or time.monotonic() - self._answered_s >= SILENT_S:
                     log.warning("%s is lost: %s", self._options.spec.name, fault.reason)
                     self._engine_lost = True
@@ -432,9 +438,11 @@ class _Membership:
                 await self._post_refusal(call_id, http_call)
                 return
             async for data in event_data(http_call.body_pieces(CALL_SILENCE_S)):
+                # bytes of an answer are a sign of life, too: under load the engine's pages come late
                 self._answered_s = time.monotonic()
                 if (piece := read(data)) is not None:
                     self.post_event(PieceArrived(call_id, piece))
+            # vLLM's last piece waits for the usage behind it, which may not have come
             if (piece := read(END_OF_STREAM)) is not None:
                 self.post_event(PieceArrived(call_id, piece))
             self.post_event(CallBroke(call_id, "its stream ended too early"))  # nothing, where it had ended
@@ -449,6 +457,7 @@ class _Membership:
 
     async def _post_refusal(self, call_id: int, http_call: HttpCall) -> None:
         text = (await http_call.read_body(REFUSAL_BYTES_MAX, CALL_SILENCE_S)).decode("utf-8", "replace")
+        # these three are of the moment: too late, too early, too much
         is_final = 400 <= http_call.status < 500 and http_call.status not in (408, 425, 429)
         self.post_event(CallBroke(call_id, f"it said {http_call.status}: {text[:200]}", is_final))
 

@@ -206,6 +206,7 @@ class EngineMember:
         if request.request_id in self._work.attempts:
             return  # it was sent twice
         self._routers.assign_attempt(request.request_id, sender)
+        # an engine refuses a call that its context has no room for, where an instance would stop there
         max_tokens = min(request.stop.max_tokens, self._terms.context_tokens - len(request.prompt))
         deadline_ns = None if order.deadline_in_ns is None else now_ns + order.deadline_in_ns
         attempt = EngineAttempt(request, max_tokens, deadline_ns, now_ns)
@@ -215,6 +216,7 @@ class EngineMember:
         ]
         calls = [self._make_call(attempt, sequence) for sequence in attempt.sequences]
         refusal = self._refusal_reason(order, calls)
+        # before anything is counted as work: what is refused was never an attempt of this member, and runs elsewhere
         if refusal:
             self._reject_attempt(request.request_id, refusal, None)
             return
@@ -253,6 +255,7 @@ class EngineMember:
         if reason is not None:  # where it ran before, it had ended, and nothing was said of that
             self._emit(attempt, sequence, (), reason)
             return
+        # also of what other clients have sent there: the times of a busy engine would teach that prompts are dear
         sequence.is_alone = not self._work.calls and not (self._report.running or self._report.waiting)
         sequence.expected_tokens = self._expected_tokens(attempt.request)
         self._work.calls_made, self._work.changes = self._work.calls_made + 1, self._work.changes + 1
@@ -281,12 +284,14 @@ class EngineMember:
             sequence.first_ns, sequence.first_changes = now_ns, self._work.changes
             sequence.first_tokens = len(sequence.tokens) + len(piece.tokens)
         reason, count = None, 0
+        # one by one: a piece may go on behind the token with which the sequence ends here
         for token in piece.tokens:
             sequence.tokens.append(token)
             count += 1
             reason = self._ending_of(attempt, sequence)
             if reason is not None:
                 break
+        # its own word where nothing here says why: its context is full, or its end token is not among the stop tokens
         if reason is None and piece.finish:
             reason = FinishReason.LENGTH if piece.finish == "length" else FinishReason.STOP
         if count or reason is not None:
@@ -295,6 +300,7 @@ class EngineMember:
         if reason is not None:
             self._work.learn_times(attempt, sequence, now_ns)
             self._count_ended(attempt, sequence)
+            # an engine that has not said so itself still draws: only a closed connection ends that
             self._end_sequence(sequence, is_over=bool(piece.finish))
             self._remove_if_done(attempt, now_ns)
 
@@ -337,8 +343,10 @@ class EngineMember:
         request_id = attempt.request.request_id
         self._end_sequence(sequence, is_over=True)
         reason = f"{self._terms.spec.name}: {event.reason}"
+        # a kept answer that stops in the middle would be given out as a whole one
         self._replay_buffer.forget_attempt(request_id)
         self._drop_attempt(request_id, now_ns, keeps_owner=True)
+        # what is wrong with the request is wrong everywhere; else another member may try at once
         self._reject_attempt(request_id, reason, None if event.is_final else 0.0)
 
     def _end_sequence(self, sequence: EngineSequence, *, is_over: bool = False) -> None:
@@ -381,6 +389,7 @@ class EngineMember:
         if attempt is None or not self._routers.is_of(message.request_id, sender):
             return
         for sequence in attempt.open_sequences:
+            # a stop string is found in text: without a token the word is of an older attempt
             if sequence.index == message.index and sequence.tokens:
                 self._emit(attempt, sequence, (), FinishReason.STOP)
                 self._end_sequence(sequence)
@@ -420,6 +429,7 @@ class EngineMember:
 
     def _on_query_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
         """A client asks ``sender`` for the answer with this key: what is here of it is told, and runs on for it."""
+        # what this event itself has brought is not in the buffer yet
         self._replay_buffer.record_outputs(self._outputs)
         answers = [
             self._take_over(answer, sender) for answer in self._replay_buffer.with_key(message.key, message.asked)
@@ -445,6 +455,7 @@ class EngineMember:
         last_report, self._report = self._report, event.report
         is_new = last_report.started_s != event.report.started_s
         if self._listener is not None:
+            # its cache is empty after a restart, and its events begin anew
             if is_new:
                 self._listener.feed.on_engine_restarted()
             self._repeat(self._listener.on_answered(is_new=is_new, is_busy=bool(self._work.calls), now_ns=now_ns))
@@ -496,6 +507,7 @@ class EngineMember:
         names = info.namespace, info.geometry.block_tokens
         if names == self._kv_names:
             return
+        # what was known under other names is of no use to routers, and would never be taken back
         self._kv_names = names
         self._index.clear(0)
         namespace, key, spec = info.namespace, self._terms.identity_key, self._terms.spec

@@ -84,6 +84,7 @@ class ResponseStore:
         self._drop_response(tenant_state, entry.response["id"])
         tenant_state.responses[entry.response["id"]] = entry
         tenant_state.nbytes += entry.nbytes
+        # the newest one stays, however large it is: its client may go on from it
         while len(tenant_state.responses) > 1 and (
             len(tenant_state.responses) > KEPT_MAX or tenant_state.nbytes > KEPT_BYTES_MAX
         ):
@@ -184,6 +185,7 @@ class ResponsesRoutes:
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(tenant, data)
             job = await self._prepare_job(data, tenant)
+        # the body must not stay in memory while the answer is generated
         del data
         reply = Reply(job.plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
@@ -269,6 +271,7 @@ class ResponsesRoutes:
         """The response with its output."""
         (sequence,) = reply.best_sequences()
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
+        # its events are for streams; here the items matter that it closes
         for _ in job.items.finish_items(complete=complete):
             pass
         return self.with_output(job, reply, complete=complete)
