@@ -53,7 +53,6 @@ from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, 
 from memserve.protocol.member_events import LoadRead
 from memserve.protocol.messages import (
     AnyMessage,
-    AttemptsUnknown,
     Cancel,
     Dispatch,
     Drain,
@@ -66,7 +65,7 @@ from memserve.protocol.messages import (
     QueryKvEvents,
     StopSequence,
 )
-from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
+from memserve.protocol.peers import Load, Peer, PeerInfo
 
 
 class EngineMember:
@@ -157,18 +156,13 @@ class EngineMember:
             run(message, sender, now_ns)
 
     def _comes_from_owner(self, sender: Peer, message: AnyMessage) -> bool:
-        """The first owner that speaks is followed, and then each newer one that accepts this member."""
-        if sender.name != ROUTER:
-            return False
-        owner = self._routers.owner
-        if owner is None:
-            self._routers.owner = sender
-        elif sender.generation > owner.generation and isinstance(message, JoinAccepted):
-            for attempt_id in [name for name in self._work.attempts if self._routers.follower_of(name) is None]:
-                if not self._replay_buffer.is_running(attempt_id):
-                    self._drop_attempt(attempt_id, now_ns=0)
-            self._routers.owner_changes(sender)
-        return sender == self._routers.owner
+        return self._routers.comes_from_owner(sender, message, self._replace_owner)
+
+    def _replace_owner(self) -> None:
+        for attempt_id in [name for name in self._work.attempts if self._routers.follower_of(name) is None]:
+            if not self._replay_buffer.is_running(attempt_id):
+                self._drop_attempt(attempt_id, now_ns=0)
+        self._routers.owner_changes(None)
 
     def _on_join_accepted(self, message: JoinAccepted, now_ns: int) -> None:
         for follower in self._routers.set_members(message.peers):
@@ -420,12 +414,7 @@ class EngineMember:
             self._actions.append(Send(sender, rest))
 
     def _on_query_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
-        own_attempts = {
-            name for name in message.attempts if name in self._work.attempts and self._routers.is_of(name, sender)
-        }
-        unknown, counts = tuple(n for n in message.attempts if n not in own_attempts), self._routers.counts_of(sender)
-        reply = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
-        self._actions.append(Send(sender, reply))
+        self._actions.append(self._routers.answer_attempts(message, sender, self._work.attempts))
 
     def _on_query_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
         """A client asks ``sender`` for the answer with this key: what is here of it is told, and runs on for it."""
