@@ -5,14 +5,17 @@
 ``/metrics`` of a fleet: engines of other projects, and the admission before them.
 
 What the pages of a fleet show: its engines, as ``/metrics`` tells of them.
+
+The same behind one front with models of the server's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -36,6 +39,7 @@ from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
 from memserve.api.ui.timelines import Timelines, Watch
+from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.fleet.host import FleetHost
 from memserve.fleet.messages import EngineView, read_engine
 from memserve.fleet.relay import RELAYED_PATHS, Relay
@@ -318,3 +322,58 @@ def create_fleet_app(
     app.state.hub, app.state.edge, app.state.metrics, app.state.feed = relay, edge, metrics, feed
     app.state.pages, app.state.behind_guard = pages, Guard(FixedPaths(no_application, relayed), keys, metrics)
     return app
+
+
+# -- beside models of the server's own, behind one front (:mod:`memserve.api.front`)
+#
+# Each is limited for itself: own models by their routers' admission and memory; requests for engines by what the HTTP
+# server takes of its clients, and by the engines, which queue and refuse. Keys, tenants and bodies are the server's.
+
+
+def without_admission(config: ClusterConfig) -> ClusterConfig:
+    """``config`` of own models for the engines beside them: its admission is not theirs."""
+    return replace(config, admission=AdmissionConfig())
+
+
+class RelayedFleet:
+    """As :class:`memserve.api.model_table.RelayedModels` has it."""
+
+    def __init__(self, host: FleetHost, app: Application) -> None:
+        """``app``: of :func:`create_fleet_app`, in front of the engines of ``host``."""
+        self.host, self._app = host, app
+
+    @property
+    def app(self) -> Application:
+        """What hands requests on to engines."""
+        return self._app
+
+    def model_names(self) -> list[str]:
+        """Of all engines, but for names of own models."""
+        return list(self.host.engines_by_model())
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """For ``/v1/models``."""
+        cards: list[dict[str, Any]] = self._app.state.pages.model_cards()
+        return cards
+
+    def model_states(self) -> dict[str, str]:
+        """By name; ``ok`` while an engine that has it takes requests."""
+        by_model = self.host.engines_by_model()
+        return {name: "ok" if engines else "no engine takes requests" for name, engines in by_model.items()}
+
+    def server_states(self) -> dict[str, bool]:
+        """By engine: whether it takes requests."""
+        return {view.name: view.up for view in self.host.machine.engine_views()}
+
+    def registries(self) -> list[CollectorRegistry]:
+        """Of the engines, and of the requests for them."""
+        registries: list[CollectorRegistry] = self._app.state.pages.registries()
+        return registries
+
+    def count_waiting(self) -> int:
+        """Requests that wait in engines, by their own metrics."""
+        return sum(view.report.waiting for view in self.host.machine.engine_views())
+
+    def hide_models(self, find_own: Callable[[str], str | None]) -> None:
+        """Own models win; each time that hides an engine's model, it is said once."""
+        self.host.find_own = find_own

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memserve.api.app import Application
     from memserve.api.http.limits import Edge
     from memserve.api.model_table import RelayedModels
-    from memserve.fleet.beside import RelayedFleet
+    from memserve.fleet.app import RelayedFleet
     from memserve.fleet.host import FleetHost
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def open_beside(http: HttpOptions, edge: Edge) -> RelayedFleet | None:
     beside = http.beside
     if beside is None:
         return None
-    from memserve.fleet.beside import RelayedFleet, without_admission
+    from memserve.fleet.app import RelayedFleet, without_admission
 
     host = host_of(beside, without_admission(beside.config))
     return RelayedFleet(host, fleet_app(host, beside.fleet, http, edge))
