@@ -48,8 +48,8 @@ from memserve.protocol.member_events import (
 from memserve.protocol.messages import AnyMessage, Expelled, RequestRefused, Tokens
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.system.loop import EngineStopped
-from memserve.system.process import STALL_S, HealthState, new_generation
-from memserve.transport.member_place import health_of
+from memserve.system.process import STALL_S, HealthState
+from memserve.transport.member_place import health_of, next_incarnation
 from memserve.transport.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ class MemberProcess:
             return b""
 
     def _change_generation(self, command: ChangeGeneration) -> None:
-        self_peer = Peer(self.self_peer.name, max(command.generation_min, new_generation()))
+        self_peer = next_incarnation(self.self_peer, command)
         self._instance.post_event(MessageArrived(command.router, Expelled(command.reason)))
         self._instance.query_machine(lambda: self._machine.restart_as(self_peer))
         self._mailbox.restart_as(self_peer)

@@ -14,8 +14,9 @@ from memserve.base.types import Role
 from memserve.journal.survivors import end_when_orphaned
 from memserve.kv.identity import identity_key
 from memserve.protocol.member import MemberMachine
+from memserve.protocol.member_events import ChangeGeneration
 from memserve.protocol.peers import Peer
-from memserve.system.process import HealthFile, HealthState, SignalCounter, on_ending_signals
+from memserve.system.process import HealthFile, HealthState, SignalCounter, new_generation, on_ending_signals
 from memserve.system.secrets import as_followed
 from memserve.transport.request_server import ListenAddress
 
@@ -69,6 +70,11 @@ class MemberPlace(ListenAddress):
         """End this process once nothing holds the state folder that it outlives; ``router``: whose member it is."""
         if self.outlive is not None:
             end_when_orphaned(self.outlive, router)
+
+
+def next_incarnation(self_peer: Peer, order: ChangeGeneration) -> Peer:
+    """``self_peer`` begun anew, as its router asks: newer than all that were heard of."""
+    return Peer(self_peer.name, max(order.generation_min, new_generation()))
 
 
 def health_of(member: MemberMachine) -> HealthState:

@@ -22,7 +22,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 
@@ -74,7 +73,7 @@ from memserve.system.process import HealthState, SignalCounter, ending_signals, 
 from memserve.system.secrets import Followed
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.member_place import MemberPlace, health_of
+from memserve.transport.member_place import MemberPlace, health_of, next_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -339,8 +338,8 @@ class _Membership:
                 case ReadLoad(with_stats):
                     # not at once: the machine is in the middle of the actions of one event
                     self._loop.call_soon(self._post_load, with_stats)
-                case ChangeGeneration(_, _, generation_min):
-                    self._loop.call_soon(partial(self._change_generation, generation_min))
+                case ChangeGeneration():
+                    self._loop.call_soon(self._change_generation, action)
                 case Joined():
                     self._on_joined()
                 case LogWarning(text):
@@ -360,9 +359,9 @@ class _Membership:
         if self._member is not None:
             self._process.write_health(health_of(self._member))
 
-    def _change_generation(self, generation_min: int) -> None:
+    def _change_generation(self, order: ChangeGeneration) -> None:
         assert self._member is not None
-        self_peer = Peer(self._place.name, max(generation_min, new_generation()))
+        self_peer = next_incarnation(self._engine.self_peer, order)
         self.post_event(GenerationBegun(self_peer))
         self._mailbox.restart_as(self_peer)
         self._post_member(GenerationChanged(msgspec.structs.replace(self._member.info, peer=self_peer)))

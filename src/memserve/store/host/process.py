@@ -69,7 +69,7 @@ from memserve.system.process import STALL_S, HealthFile, HealthState, new_genera
 from memserve.system.secrets import as_followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.member_place import MemberPlace, health_of
+from memserve.transport.member_place import MemberPlace, health_of, next_incarnation
 
 _MODEL = "memserve-store.json"
 _SHARED = Path("/dev/shm")
@@ -316,7 +316,7 @@ class StoreRun:
                 self._mailbox.connect(router, address)
 
     def _change_generation(self, action: ChangeGeneration) -> None:
-        self_peer = Peer(self.self_peer.name, max(action.generation_min, new_generation()))
+        self_peer = next_incarnation(self.self_peer, action)
         self._mailbox.restart_as(self_peer)
         self._post_event(
             GenerationChanged(self._port.describe(msgspec.structs.replace(self.machine.info, peer=self_peer)))
