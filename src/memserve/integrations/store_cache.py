@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from memserve import _core
 from memserve.base.errors import StoreUnavailable, UserError
 from memserve.base.units import MIB, ceil_div
-from memserve.protocol.store import NAME_BYTES_MAX
+from memserve.protocol.store import NAME_BYTES_MAX, KvModel
 from memserve.store.client.client import StoreClient
 from memserve.store.client.memory import Staged, View
 
@@ -184,10 +184,12 @@ class PoolOptions:
 class EnginePool:
     """A store as an engine's cache. Every call ends by ``timeout_s``, raises nothing, and may come from any thread."""
 
-    def __init__(self, options: PoolOptions) -> None:
-        """Raises :class:`UserError` for options that cannot be, and when the store refuses this client. A store that
-        does not answer is looked for in the background."""
+    def __init__(self, options: PoolOptions, kv: KvModel | None = None) -> None:
+        """``kv``: the values are KV blocks of this model, as instances have them. Raises :class:`UserError` for options
+        that cannot be, and when the store refuses this client. A store that does not answer is looked for in the
+        background."""
         self.options = options
+        self._kv = kv
         self.counts: Counter[str] = Counter()
         """hits, misses, stored, refused, damaged: values. unavailable: calls that found no store."""
         self._client: StoreClient | None = None
@@ -279,6 +281,7 @@ class EnginePool:
             options.secret_file,
             timeout_s=_PROBE_S,
             staging_bytes=staging_bytes,
+            kv=self._kv,
             copies=int(options.copies),
         )
 
