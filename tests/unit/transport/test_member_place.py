@@ -31,7 +31,7 @@ def handlers_as_before() -> Iterator[None]:
 
 
 def place(**fields: object) -> MemberPlace:
-    return MemberPlace(secret="s", name="e1", role=Role.ENGINE, **fields)  # type: ignore[arg-type]
+    return MemberPlace(secret="s", name="e1", role=Role.ENGINE, **fields)  # type: ignore[arg-type]  # whatever a test names
 
 
 @pytest.mark.parametrize("role", [Role.COLOCATED, Role.STORE, Role.ENGINE])
