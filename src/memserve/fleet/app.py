@@ -41,7 +41,7 @@ from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
 from memserve.api.ui.timelines import Timelines, Watch
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.fleet.host import FleetHost
-from memserve.fleet.messages import EngineView, read_engine
+from memserve.fleet.messages import SILENCE_S, EngineView, read_engine
 from memserve.fleet.relay import RELAYED_PATHS, Relay
 from memserve.router.placement.prefix_directory import PrefixNode
 from memserve.router.report import AdmissionStats
@@ -209,10 +209,6 @@ class FleetSource:
     async def prefix_trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
         """None: the prefixes of a fleet are not kept by prompt."""
         return {}
-
-
-SILENCE_S = 600.0
-"""How long an engine may say nothing in the middle of a request, by default."""
 
 
 class _Pages:

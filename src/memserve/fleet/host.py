@@ -13,7 +13,7 @@ from memserve.api.http.client import HttpCall, HttpFault
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
-from memserve.fleet.engine_client import EngineClient
+from memserve.fleet.engine_client import LOOK_EVERY_S, EngineClient
 from memserve.fleet.machine import Fleet
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
@@ -42,7 +42,6 @@ from memserve.system.secrets import Followed
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 Decision = ForwardRequest | Prefill | RejectRequest | GiveUp
 
 

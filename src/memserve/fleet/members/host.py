@@ -30,7 +30,7 @@ from memserve.base.config import MemberConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, Role
 from memserve.base.units import MIB, NS_PER_S, ns_from_s
-from memserve.fleet.engine_client import LOOK_S, EngineClient
+from memserve.fleet.engine_client import LOOK_EVERY_S, LOOK_S, EngineClient, context_of, slot_context
 from memserve.fleet.members.dialects import END_OF_STREAM, Dialect, SequenceCall, dialect_of, event_data
 from memserve.fleet.members.events import (
     Actions,
@@ -77,7 +77,6 @@ from memserve.transport.member_place import MemberPlace, health_of, next_incarna
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 SILENT_S = 5.0
 """An engine that does not answer for so long is given up."""
 CALL_SILENCE_S = 120.0
@@ -205,11 +204,11 @@ class EngineProcess:
         spec = self.options.spec
         status, page = await self.client.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
         # vLLM and SGLang say it beside the model's name, llama.cpp of its slots
-        tokens = _context_in(page, model) if status == 200 else None
-        if tokens is None:
+        tokens = context_of(page, model) if status == 200 else 0
+        if not tokens:
             status, page = await self.client.fetch_page(spec, "GET", "/props", b"", LOOK_S)
-            tokens = _slot_context(page) if status == 200 else None
-        if tokens is None:
+            tokens = slot_context(page) if status == 200 else 0
+        if not tokens:
             raise HttpFault("it does not say how long its context is")
         return tokens
 
@@ -473,22 +472,6 @@ def engine_model(report: EngineReport, spec: EngineSpec) -> str:
         shown = ", ".join(list(report.models)[:8]) or "none"
         raise HttpFault(f"it serves {shown}, and not {spec.model!r} (start it with that --served-model-name)")
     return bases[0]
-
-
-def _context_in(page: bytes, model: str) -> int | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        for card in json.loads(page)["data"]:
-            if card["id"] == model and isinstance(card.get("max_model_len"), int) and card["max_model_len"] > 0:
-                return int(card["max_model_len"])
-    return None
-
-
-def _slot_context(page: bytes) -> int | None:
-    """llama.cpp's: of one slot."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        tokens = json.loads(page)["default_generation_settings"]["n_ctx"]
-        return tokens if isinstance(tokens, int) and tokens > 0 else None
-    return None
 
 
 def _tokens_in(page: bytes) -> list[int] | None:
