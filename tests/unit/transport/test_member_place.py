@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,8 @@ def handlers_as_before() -> Iterator[None]:
         signal.signal(sig, handler)
 
 
-def place(**fields: object) -> MemberPlace:
-    return MemberPlace(secret="s", name="e1", role=Role.ENGINE, **fields)  # type: ignore[arg-type]  # whatever a test names
+def place(**fields: Any) -> MemberPlace:
+    return MemberPlace(secret="s", name="e1", role=Role.ENGINE, **fields)
 
 
 @pytest.mark.parametrize("role", [Role.COLOCATED, Role.STORE, Role.ENGINE])
