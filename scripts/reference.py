@@ -29,7 +29,7 @@ from memserve.base import config, types
 from memserve.base.options import NEGATED, field_docs, options_of
 from memserve.base.units import human_bytes
 from memserve.cli.main import command_line
-from memserve.fleet.app import FleetSnapshot
+from memserve.fleet.app import FleetReading
 from memserve.fleet.messages import EngineView
 from memserve.host.stats import EngineStats, RouterStats
 from memserve.instance.cluster.idempotency import KEPT_ANSWER
@@ -124,7 +124,7 @@ def metric_families() -> list[Any]:
     machine = Cluster(config.ClusterConfig())
     router = RouterStats.from_cluster(machine.stats(), machine.instances(), 0)
     engine = [*Snapshot(alone, True).collect(), *Snapshot(router, True).collect()]
-    fleet = FleetSnapshot((EngineView("", "", up=False),), AdmissionStats())
+    fleet = FleetReading((EngineView("", "", up=False),), AdmissionStats())
     engine += fleet.collect()
     engine += batch_families(Counter(), 0, 0, 0, Counter())
     edge = ApiMetrics()

@@ -23,8 +23,7 @@ from memserve.api.model_table import ModelPart, ModelTable
 from memserve.api.sleeping import ModelSleep
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
-from memserve.fleet.app import create_fleet_app
-from memserve.fleet.beside import RelayedFleet, without_admission
+from memserve.fleet.app import RelayedFleet, create_fleet_app, without_admission
 from memserve.fleet.host import FleetHost
 from memserve.fleet.messages import EngineSpec
 from memserve.system.secrets import Followed

@@ -12,7 +12,7 @@ import typer
 from memserve.base.config import EngineOptions
 from memserve.cli import flags as opt
 from memserve.cli.profile import PROFILED, ProfiledEngine
-from memserve_lab.cli import bench_concurrency, bench_layerwise, bench_load, bench_serve
+from memserve_lab.cli import bench_load, bench_serve, bench_studies
 from memserve_lab.cli.bench_workload import workload
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ app.command("serve")(bench_serve.serve)
 app.command("capacity")(bench_load.capacity)
 app.command("pool")(pool)
 app.command("cost")(cost)
-app.command("concurrency")(bench_concurrency.concurrency)
-app.command("layerwise")(bench_layerwise.layerwise)
+app.command("concurrency")(bench_studies.concurrency)
+app.command("layerwise")(bench_studies.layerwise)
 
 
 @app.callback()

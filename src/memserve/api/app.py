@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -28,7 +27,7 @@ from memserve.api.batches.runner import BatchRunner
 from memserve.api.http.config import ApiConfig, EdgeConfig
 from memserve.api.http.errors import model_not_found, shutting_down
 from memserve.api.http.limits import Edge
-from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWriter, RequestLog, on_http_error
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWriter, RequestLog, json_page, on_http_error
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.metrics.traces import Traces, open_traces
 from memserve.api.openai.adapters import AdapterRoutes
@@ -97,7 +96,7 @@ class _Pages:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": self.model_cards()})
+        return json_page({"object": "list", "data": self.model_cards()})
 
     def model_cards(self) -> list[dict[str, Any]]:
         """Of all names that are shown, and of adapters."""
@@ -110,7 +109,7 @@ class _Pages:
         if name not in self._names:
             raise model_not_found(name, self._names.served)
         adapter = self._names.find_adapter(name)
-        return _json(self._model_card() if adapter is None else self._model_card(adapter.name, adapter))
+        return json_page(self._model_card() if adapter is None else self._model_card(adapter.name, adapter))
 
     async def check_health(self, request: Request) -> Response:
         """``GET /health``: 200 while the engine answers and could run a request."""
@@ -118,7 +117,7 @@ class _Pages:
             raise shutting_down()
         state = await self.state_text()
         named = {"model": self._model.name} if state == "ok" else {}
-        return _json({"status": state, **named}, 200 if named else 503)
+        return json_page({"status": state, **named}, 200 if named else 503)
 
     async def state_text(self) -> str:
         """``ok``, or why no request could run."""
@@ -129,7 +128,7 @@ class _Pages:
 
     async def get_openapi(self, request: Request) -> Response:
         """``GET /openapi.json``: the API described."""
-        return _json(openapi())
+        return json_page(openapi())
 
     async def get_metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form. Names tenants only where it requires a key."""
@@ -200,10 +199,6 @@ class FixedPaths:
 async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
     """The application of a path that leads nowhere. Raises :class:`HTTPException` 404."""
     raise HTTPException(404)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[Middleware]:

@@ -27,11 +27,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.app import Application, BelowRoot
 from memserve.api.batches.routes import open_batches
-from memserve.api.front_pages import AllPages, json_page
+from memserve.api.front_pages import AllPages
 from memserve.api.http.config import ApiConfig
 from memserve.api.http.errors import ApiError, bad_request, shutting_down
 from memserve.api.http.limits import TENANT_KEY, Edge, header
-from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, send_error
+from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, json_page, send_error
 from memserve.api.model_table import ModelPart, ModelTable
 from memserve.api.openai.paths import TrailingSlashes
 from memserve.base.config import DRAIN_S
@@ -180,6 +180,7 @@ class ModelFront:
 
     async def _named_model(self, scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
         """The model that a request names, and its body to be read again. Reads none of clients without a key."""
+        # pages have no body in which a model could be named
         if query := scope.get("query_string"):
             names = parse_qs(query.decode("latin-1")).get("model")
             if names:
@@ -208,6 +209,7 @@ class ModelFront:
             await app(dict(scope), _replay(body, receive), answer.send)
             if not answer.is_unknown:
                 return
+            # an id that nothing knows is refused in own words, and not in those of another project
             refusal = answer if app is self.table.parts[-1].app else refusal
         for message in refusal.messages:
             await send(message)
@@ -232,6 +234,7 @@ class ModelFront:
         async with self._changing:
             if self._admin is None or self.state.hub.draining:
                 raise shutting_down()
+            # loading takes minutes, in which the loop answers for the other models
             part = await asyncio.to_thread(self._admin.host.open_model, text)
             part.app.state.feed.list_models = self.table.names
             if self._batches is not None:
@@ -247,6 +250,7 @@ class ModelFront:
             part = self.table.part_called(name)
             if len(self.table.parts) == 1:
                 raise UserError(f"{name} is the only model", hint="add another one first, or end the server")
+            # first, so that no new request finds it
             self.table.parts.remove(part)
             drain_s = 0.0 if self._admin is None else self._admin.drain_s
             deadline, hub = time.monotonic() + drain_s, part.app.state.hub
@@ -297,6 +301,7 @@ class ModelFront:
             for part in self.table.parts:
                 await self._start_part(part)
             if self.table.relayed is not None:
+                # under a name that no model can have
                 stack, app = self._running.setdefault("", AsyncExitStack()), self.table.relayed.app
                 await stack.enter_async_context(app.router.lifespan_context(app))
             if self._batches is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.requests import Request
@@ -12,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.http.errors import shutting_down
-from memserve.api.http.middleware import KeyRing
+from memserve.api.http.middleware import KeyRing, json_page
 from memserve.api.http.server import Calls
 from memserve.api.metrics.http import ApiMetrics, is_of_process
 from memserve.api.model_table import ASLEEP, ModelPart, ModelTable
@@ -64,6 +63,7 @@ class AllPages:
     async def get_metrics(self, request: Request) -> Response:
         """``GET /metrics``: of each model with its name as a label; of other servers and of the process without."""
         self._metrics_keys.tenant_of(request.headers.get("authorization"))
+        # a page that needs no key tells no names of tenants
         names_tenants = not self._metrics_keys.is_open
         self._metrics.read_process()
         by_name = {metric.name: metric for metric in self._metrics.registry.collect() if is_of_process(metric)}
@@ -111,12 +111,8 @@ class _Families:
 
 def _add_families(by_name: dict[str, Metric], registry: CollectorRegistry, labels: dict[str, str]) -> None:
     for metric in registry.collect():
+        # each model's registry has them, and they are of one process
         if is_of_process(metric):
             continue
         family = by_name.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
         family.samples += [sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples]
-
-
-def json_page(value: object, status: int = 200) -> Response:
-    """A page of JSON."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -25,7 +25,7 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from memserve.base.types import AS_COMPUTED, KVGeometry
+from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div
 
 _FORMAT = 2
@@ -132,12 +132,12 @@ class LayerLayout:
         """Names the layout: KV of two layouts is never exchanged."""
         return hashlib.blake2b(f"{_FORMAT}{self!r}".encode(), digest_size=8).hexdigest()
 
-    def block_geometry(self, dtype: str, block_tokens: int, kv_dtype: str = AS_COMPUTED) -> KVGeometry:
+    def block_geometry(self, dtype: str, block_tokens: int) -> KVGeometry:
         """Of a block: of its pages, which are those of no layer where shapes differ."""
         if self.has_one_shape:
-            return KVGeometry(self.block_pages, *self.layers[0].shape, dtype, block_tokens, kv_dtype)
+            return KVGeometry(self.block_pages, *self.layers[0].shape, dtype, block_tokens)
         half = self.page_elements // 2
-        return KVGeometry(self.block_pages, 1, half, self.page_elements - half, dtype, block_tokens, kv_dtype)
+        return KVGeometry(self.block_pages, 1, half, self.page_elements - half, dtype, block_tokens)
 
     def window_pages(self, block_tokens: int, step_tokens: int) -> WindowPages | None:
         """How parts lie in the pool, with so many tokens of a sequence in a step. None: there are none."""

@@ -5,14 +5,17 @@
 ``/metrics`` of a fleet: engines of other projects, and the admission before them.
 
 What the pages of a fleet show: its engines, as ``/metrics`` tells of them.
+
+The same behind one front with models of the server's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -28,7 +31,7 @@ from memserve.api.app import Application, FixedPaths, no_application, request_lo
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import Edge
-from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, json_page
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.paths import Probes, TrailingSlashes, redirect_to_owner
@@ -36,8 +39,9 @@ from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
 from memserve.api.ui.timelines import Timelines, Watch
+from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.fleet.host import FleetHost
-from memserve.fleet.messages import EngineView, read_engine
+from memserve.fleet.messages import SILENCE_S, EngineView, read_engine
 from memserve.fleet.relay import RELAYED_PATHS, Relay
 from memserve.router.placement.prefix_directory import PrefixNode
 from memserve.router.report import AdmissionStats
@@ -84,7 +88,7 @@ class EngineRoutes:
     async def list_engines(self, request: Request) -> Response:
         """All of them, and how they are."""
         self._check_key(request)
-        return _json_page({"engines": [_engine_fields(view) for view in self._host.machine.engine_views()]})
+        return json_page({"engines": [_engine_fields(view) for view in self._host.machine.engine_views()]})
 
     async def join_engine(self, request: Request) -> Response:
         """``{"engine": "vllm=http://HOST:PORT,..."}``, as ``--engine`` has it. Says how it is at once."""
@@ -99,16 +103,19 @@ class EngineRoutes:
         except msgspec.DecodeError:
             raise bad_request('Send {"engine": "vllm=http://HOST:PORT"}', "engine") from None
         await self._host.join_engine(spec)
-        view = next((view for view in self._host.machine.engine_views() if view.name == spec.name), None)
-        return _json_page(_engine_fields(view) if view is not None else {"name": spec.name, "up": False})
+        view = self._view_of(spec.name)
+        return json_page(_engine_fields(view) if view is not None else {"name": spec.name, "up": False})
 
     async def remove_engine(self, request: Request) -> Response:
         """It gets no new requests, and is gone when its last one has ended."""
         self._check_owner(request)
         name = request.path_params["name"]
         self._host.leave_engine(name)
-        view = next((view for view in self._host.machine.engine_views() if view.name == name), None)
-        return _json_page({"name": name, "requests_open": view.requests_open if view is not None else 0})
+        view = self._view_of(name)
+        return json_page({"name": name, "requests_open": view.requests_open if view is not None else 0})
+
+    def _view_of(self, name: str) -> EngineView | None:
+        return next((view for view in self._host.machine.engine_views() if view.name == name), None)
 
 
 def _engine_fields(view: EngineView) -> dict[str, object]:
@@ -120,10 +127,6 @@ def _engine_fields(view: EngineView) -> dict[str, object]:
         "requests_open": view.requests_open,
         "cached_blocks": view.cached_blocks,
     }
-
-
-def _json_page(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 FLEET_METRICS: Table = [
@@ -147,8 +150,8 @@ FLEET_METRICS: Table = [
 ]  # fmt: skip
 
 
-class FleetSnapshot:
-    """One reading of the fleet, as Prometheus wants it."""
+class FleetReading:
+    """All engines at one moment: a collector of Prometheus, and what the dashboard shows."""
 
     def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
         self._engines, self._admission = engines, admission
@@ -162,13 +165,6 @@ class FleetSnapshot:
         yield from families(FLEET_METRICS, [((view.name,), view) for view in self._engines], ("engine",))
         yield from with_old_names(families(declared(AdmissionStats), [((), self._admission)]))
 
-
-class FleetReading:
-    """All engines at one moment."""
-
-    def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
-        self._engines, self._admission = engines, admission
-
     @property
     def is_answered(self) -> bool:
         """The router itself says it."""
@@ -176,7 +172,7 @@ class FleetReading:
 
     def metric_families(self, names_tenants: bool) -> Iterable[Metric]:
         """The fleet's part of ``/metrics``, which names no tenant."""
-        return FleetSnapshot(self._engines, self._admission).collect()
+        return self.collect()
 
     def tenant_families(self) -> Iterable[Metric]:
         """None: engines of other projects tell nothing by tenant."""
@@ -215,10 +211,6 @@ class FleetSource:
         return {}
 
 
-SILENCE_S = 600.0
-"""How long an engine may say nothing in the middle of a request, by default."""
-
-
 class _Pages:
     """The routes that do not generate."""
 
@@ -235,14 +227,14 @@ class _Pages:
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": self.model_cards()})
+        return json_page({"object": "list", "data": self.model_cards()})
 
     async def show_model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
         name, models = request.path_params["name"], self._host.engines_by_model()
         if name not in models:
             raise model_not_found(name, ", ".join(models))
-        return _json(self._model_card(name))
+        return json_page(self._model_card(name))
 
     async def show_health(self, request: Request) -> Response:
         """``GET /health``: 200 while an engine takes requests."""
@@ -251,7 +243,7 @@ class _Pages:
         views = self._host.machine.engine_views()
         is_up = any(view.up for view in views)
         status = "ok" if is_up else "no engine takes requests"
-        return _json({"status": status, "engines": {view.name: view.up for view in views}}, 200 if is_up else 503)
+        return json_page({"status": status, "engines": {view.name: view.up for view in views}}, 200 if is_up else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         """``GET /metrics`` in Prometheus' text form."""
@@ -263,12 +255,8 @@ class _Pages:
     def registries(self) -> list[CollectorRegistry]:
         """What it shows."""
         registry = CollectorRegistry()
-        registry.register(FleetSnapshot(self._host.machine.engine_views(), self._host.machine.admission_stats()))
+        registry.register(FleetReading(self._host.machine.engine_views(), self._host.machine.admission_stats()))
         return [self._metrics.registry, registry]
-
-
-def _json(value: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def create_fleet_app(
@@ -330,3 +318,58 @@ def create_fleet_app(
     app.state.hub, app.state.edge, app.state.metrics, app.state.feed = relay, edge, metrics, feed
     app.state.pages, app.state.behind_guard = pages, Guard(FixedPaths(no_application, relayed), keys, metrics)
     return app
+
+
+# -- beside models of the server's own, behind one front (:mod:`memserve.api.front`)
+#
+# Each is limited for itself: own models by their routers' admission and memory; requests for engines by what the HTTP
+# server takes of its clients, and by the engines, which queue and refuse. Keys, tenants and bodies are the server's.
+
+
+def without_admission(config: ClusterConfig) -> ClusterConfig:
+    """``config`` of own models for the engines beside them: its admission is not theirs."""
+    return replace(config, admission=AdmissionConfig())
+
+
+class RelayedFleet:
+    """As :class:`memserve.api.model_table.RelayedModels` has it."""
+
+    def __init__(self, host: FleetHost, app: Application) -> None:
+        """``app``: of :func:`create_fleet_app`, in front of the engines of ``host``."""
+        self.host, self._app = host, app
+
+    @property
+    def app(self) -> Application:
+        """What hands requests on to engines."""
+        return self._app
+
+    def model_names(self) -> list[str]:
+        """Of all engines, but for names of own models."""
+        return list(self.host.engines_by_model())
+
+    def model_cards(self) -> list[dict[str, Any]]:
+        """For ``/v1/models``."""
+        cards: list[dict[str, Any]] = self._app.state.pages.model_cards()
+        return cards
+
+    def model_states(self) -> dict[str, str]:
+        """By name; ``ok`` while an engine that has it takes requests."""
+        by_model = self.host.engines_by_model()
+        return {name: "ok" if engines else "no engine takes requests" for name, engines in by_model.items()}
+
+    def server_states(self) -> dict[str, bool]:
+        """By engine: whether it takes requests."""
+        return {view.name: view.up for view in self.host.machine.engine_views()}
+
+    def registries(self) -> list[CollectorRegistry]:
+        """Of the engines, and of the requests for them."""
+        registries: list[CollectorRegistry] = self._app.state.pages.registries()
+        return registries
+
+    def count_waiting(self) -> int:
+        """Requests that wait in engines, by their own metrics."""
+        return sum(view.report.waiting for view in self.host.machine.engine_views())
+
+    def hide_models(self, find_own: Callable[[str], str | None]) -> None:
+        """Own models win; each time that hides an engine's model, it is said once."""
+        self.host.find_own = find_own

@@ -22,6 +22,8 @@ from memserve.system.secrets import Followed
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 1.0
+"""Between two looks at an engine."""
 LOOK_S = 2.0
 """How long an engine has to say that it is well."""
 REPLAY_S = 5.0
@@ -155,6 +157,7 @@ class _Card(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
+    max_model_len: object = None
 
 
 class _Cards(msgspec.Struct):
@@ -170,6 +173,16 @@ def models_of(body: bytes) -> dict[str, str]:
         raise HttpFault("its /v1/models is no list of models", refuses=True) from None
     cards.sort(key=lambda card: card.parent is not None)
     return {card.id: card.id if card.parent is not None else card.root or card.id for card in cards}
+
+
+def context_of(body: bytes, model: str) -> int:
+    """``/v1/models``: the longest sequence of ``model``, in tokens. 0: it does not say."""
+    try:
+        cards = msgspec.json.decode(body, type=_Cards).data
+    except (msgspec.DecodeError, RecursionError):
+        return 0
+    tokens = next((card.max_model_len for card in cards if card.id == model), None)
+    return max(0, tokens) if type(tokens) is int else 0
 
 
 def report_of(kind: EngineKind, models: dict[str, str], page: str) -> EngineReport:
@@ -221,13 +234,21 @@ def busy_slots(body: bytes) -> int | None:
         return None
 
 
+def slot_context(body: bytes) -> int:
+    """llama.cpp's ``/props``: tokens that one of its slots holds. 0: it does not say."""
+    return max(0, _read_props(body).default_generation_settings.n_ctx)
+
+
 def slot_tokens(body: bytes) -> int:
-    """llama.cpp's ``/props``: tokens that all its slots hold. 0: it does not say."""
+    """The same of all its slots."""
+    return max(0, _read_props(body).total_slots) * slot_context(body)
+
+
+def _read_props(body: bytes) -> _Props:
     try:
-        props = msgspec.json.decode(body, type=_Props)
+        return msgspec.json.decode(body, type=_Props)
     except (msgspec.DecodeError, RecursionError):
-        return 0
-    return max(0, props.total_slots * props.default_generation_settings.n_ctx)
+        return _Props()
 
 
 def _cache_tokens(labels: dict[str, str]) -> int:

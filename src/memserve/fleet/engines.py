@@ -124,6 +124,7 @@ class Engines:
         """One more, not open yet."""
         check(spec.name not in self._by_name, "{} is named twice", spec.name)
         used_numbers = {engine.number for engine in self}
+        # the lowest that is free: columns of loads and trees are as long as the highest
         number = next(index for index in range(len(used_numbers) + 1) if index not in used_numbers)
         engine = self._by_name[spec.name] = FleetEngine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
         if spec.events:
@@ -188,6 +189,7 @@ class Engines:
     def on_engine_missed(self, event: EngineMissed, now_ns: int) -> None:
         """It did not answer. An engine that refuses may still finish what it has; a silent one is given up."""
         engine = self._by_name[event.name]
+        # what it streams may still come: a port can be closed before a server has drained
         if event.refuses:
             self.close_engine(engine, event.reason)
         elif now_ns - max(engine.answered_ns, event.last_seen_ns) >= self._dead_after_ns:
@@ -235,6 +237,7 @@ def team_of(engines: Sequence[FleetEngine], *, splits: bool, is_computed: bool) 
 
     Of engines that need not be two, only those that decode for others are known to read what those have computed;
     while there are none, others do both parts, at last also those that else compute alone."""
+    # those that answer only together: engines of other kinds do not speak their protocol
     pairing = [engine for engine in engines if engine.spec.computes_in_pairs]
     single = [engine for engine in engines if not engine.spec.computes_in_pairs]
     computing, answering = _of_role(pairing, Role.PREFILL), _of_role(pairing, Role.DECODE)

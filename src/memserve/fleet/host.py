@@ -13,7 +13,7 @@ from memserve.api.http.client import HttpCall, HttpFault
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
-from memserve.fleet.engine_client import EngineClient
+from memserve.fleet.engine_client import LOOK_EVERY_S, EngineClient
 from memserve.fleet.machine import Fleet
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
@@ -42,7 +42,6 @@ from memserve.system.secrets import Followed
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 Decision = ForwardRequest | Prefill | RejectRequest | GiveUp
 
 
@@ -80,6 +79,7 @@ class Ticket:
 
     def end_request(self, error: Exception) -> None:
         """Wait for nothing any more, because of ``error``."""
+        # the first reason is the one that its client is told
         self.end_error = self.end_error or error
         self._decisions.put_nowait(None)
         for call in self.calls.values():
@@ -150,6 +150,7 @@ class FleetHost:
         await asyncio.gather(*(self._follow_engine(spec) for spec in self.specs.values()))
         for view in self.machine.engine_views():
             if not view.up:
+                # no error: a fleet may start before its engines
                 log.warning("engine %s does not answer yet", view.name)
         if self._listed is not None:
             self._list_tasks.append(asyncio.create_task(self._follow_list(self._listed)))
@@ -159,6 +160,7 @@ class FleetHost:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             specs = {spec.name: spec for spec in listed()}
+            # one with other options now leaves, too, and joins again at the next look
             for name in [name for name, spec in self.specs.items() if specs.get(name) != spec]:
                 if name not in self._leaving:
                     self.leave_engine(name)
@@ -293,9 +295,11 @@ class FleetHost:
             report = await self.client.read_report(spec)
         except HttpFault as fault:
             report = fault
+        # it left while it was asked, and another one may have its name by now
         if self.specs.get(spec.name) is not spec:
             return
         if isinstance(report, HttpFault):
+            # an engine that streams is alive, however late its pages are
             last_seen_ns = max((ticket.last_heard_ns(spec.name) for ticket in self._tickets.values()), default=0)
             self.post_event(EngineMissed(spec.name, report.reason, report.refuses, last_seen_ns))
         else:

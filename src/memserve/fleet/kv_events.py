@@ -116,6 +116,7 @@ class EngineKvFeed:
         malformed one: the caller forgets the engine's blocks."""
         number, events = self._read_batch(payload)
         rank = self._ranks.setdefault(number, _Rank())
+        # its numbers begin anew: it was started again, and its cache is empty
         if rank.live is not None and sequence <= rank.live:
             self.on_engine_restarted()
             rank = self._ranks.setdefault(number, _Rank())
@@ -128,6 +129,7 @@ class EngineKvFeed:
         if not rank.aside:
             return None
         self.gaps += not is_known_gap
+        # what is missing will not come, or what waits behind it takes too much: go on without, and know less
         if not self._replays or len(rank.aside) > ASIDE_MAX:
             self._skip_gap(rank)
             return None
@@ -204,6 +206,7 @@ class EngineKvFeed:
         size, parent = event.block_tokens, event.parent
         if size < self.block_tokens:
             return  # the rest of a prompt that fills no block
+        # smaller ones until now were ends of prompts, whose identities nothing else shares
         if size > self.block_tokens:
             self.forget_blocks()
             self.block_tokens = size
@@ -289,6 +292,7 @@ class KvListener:
         since_ns = self._silent_since_ns
         if not is_new and (since_ns is None or now_ns - since_ns < LISTEN_AGAIN_NS):
             return None
+        # without requests nothing more will be published: asking again and again would be in vain
         self._silent_since_ns = now_ns if is_busy else None
         return self.request_replay(self.feed.next_batch) if self._replays else None
 

@@ -228,6 +228,7 @@ class Fleet:
             return
         route = self._decide(ask, [candidates[engine.name] for engine in team.engines], ())
         target = next(engine for engine in team.engines if engine.number == route.first.number)
+        # where there are engines for prompts alone, one of them answers as well, rather than none
         is_only = len(team.engines) == len(engines)
         entry.is_computing = not team.answering and target.spec.role is Role.PREFILL and not is_only
         fallbacks = self._rank_fallbacks(entry, ask, [candidates[e.name] for e in team.engines if e is not target])
@@ -250,6 +251,7 @@ class Fleet:
     def _rank_fallbacks(self, entry: _Entry, ask: Ask, candidates: list[Candidate]) -> tuple[str, ...]:
         """The engines that would be tried after the first one, in order, where a gateway tries them by itself."""
         names: list[str] = []
+        # a relay asks again after a failure, with what is known then; a gateway is told once
         most = self.config.attempts_max - 1 if entry.arrival.is_handed_out and not entry.is_computing else 0
         while candidates and len(names) < most:
             best = self._decide(ask, candidates, ()).first
@@ -270,6 +272,7 @@ class Fleet:
         self, entry: _Entry, candidates: list[Candidate], engines: Sequence[FleetEngine], ask: Ask
     ) -> None:
         """Beside the engine that was chosen to compute the prompt, choose the one of ``engines`` that answers."""
+        # its partner gives it the KV of the whole prompt, whatever it has itself
         has_all = [structs.replace(candidate, matched_tokens=ask.prompt_tokens) for candidate in candidates]
         number = self._decide(ask, has_all, ()).first.number
         request = entry.state.request
@@ -302,6 +305,7 @@ class Fleet:
     def _charge_attempt(self, entry: _Entry, engine: FleetEngine, candidate: Candidate, now_ns: int) -> None:
         request = entry.state.request
         tokens, n = len(request.prompt), 1 if entry.is_computing else request.n
+        # computed elsewhere already: it takes the KV, and has a step's worth to do
         work = Work(1 if entry.is_computed else max(1, tokens - candidate.matched_tokens), n, n * tokens)
         entry.engine, entry.charge = engine, self._loads.charge_work(engine.number, work)
         engine.attempts[request.request_id] = None
@@ -358,6 +362,7 @@ class Fleet:
         if not entry.is_computing:  # else it may still have to answer, when no other one does
             entry.failures[engine.name] = event
         entry.may_split = False
+        # a closed port will not take the next request either: the poll may come a second later
         if event.refuses:
             self._engines.close_engine(engine, event.reason)
         self._detach_engine(entry)
@@ -378,6 +383,7 @@ class Fleet:
             last = list(failures.values())[-1]
             causes = "; ".join(f"{name}: {failure.reason}" for name, failure in failures.items())
             reason = f"No engine answered the request: {causes}"
+            # the first of them that has room again may be asked
             waits = [attempt.retry_after_s for attempt in failures.values() if attempt.retry_after_s is not None]
             action = GiveUp(entry.state.request_id, last.status, reason, min(waits, default=None))
         else:

@@ -13,6 +13,8 @@ from memserve.base.types import Request, Role
 from memserve.protocol.events import RejectRequest
 
 ENGINE_HINT = "for example --engine vllm=http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558"
+SILENCE_S = 600.0
+"""How long an engine may say nothing in the middle of a request, by default."""
 PREFILL_TOKENS = 256
 BOOTSTRAP_PORT = 8998
 """Where SGLang's servers that compute prompts are met by those that answer, unless they are told another port."""
@@ -166,7 +168,7 @@ class FleetOptions:
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
     """File with a key of its own, with which servers join and leave at run time: `memserve engine join`. Without it
     they do not; with it the router may start without any."""
-    silence_s: float = option(600.0, "--engine-silence-s", least=0.1)
+    silence_s: float = option(SILENCE_S, "--engine-silence-s", least=0.1)
     """Seconds that a server of ``--engine`` may say nothing in the middle of a request."""
     prefill_tokens: int = option(PREFILL_TOKENS, "--engine-prefill-tokens", least=1)
     """A prompt goes to a ``role=prefill`` server if it has at least so many tokens that no server is known to have

@@ -68,6 +68,7 @@ def _count_sequences(fields: dict[str, Any]) -> int:
     prompts, n = 1, 1
     with contextlib.suppress(KeyError, msgspec.DecodeError, RecursionError):
         texts = msgspec.json.decode(fields["prompt"], type=list[msgspec.Raw])
+        # a list of numbers is one prompt in tokens
         prompts = len(texts) if texts and bytes(texts[0])[:1] in (b"[", b'"') else 1
     with contextlib.suppress(KeyError, msgspec.DecodeError, RecursionError):
         n = msgspec.json.decode(fields["n"], type=int)
@@ -99,6 +100,7 @@ class CallRequest:
         answer = asyncio.create_task(self.ask_engine(ticket, answering, events))
         ticket.tasks += [computed, answer]
         await asyncio.wait((computed, answer), return_when=asyncio.FIRST_COMPLETED)
+        # the prompt is done first: the other one can answer now, or waits for what will not come
         if not answer.done():
             try:
                 refusal = computed.result()
@@ -107,6 +109,7 @@ class CallRequest:
             if refusal is not None:
                 return refusal
             on_computed()
+        # the one that answers fails because its partner did: that one is to be left out next time
         elif answer.exception() is not None and computed.done():
             cause = computed.exception()
             if isinstance(cause, HttpFault):

@@ -63,6 +63,7 @@ def text_numbers(fields: RequestFields) -> TokenArray:
     """The prompt's text as int32, four bytes each. What continues a prompt begins with its numbers."""
     prompt = next((fields[name] for name in ("messages", "prompt", "input") if name in fields), b"")
     before = b"".join(bytes(fields.get(name, b"")) for name in ("tools", "system", "instructions"))
+    # without the closing brackets: else no prompt would be the beginning of the one that continues it
     text = (before + bytes(prompt).rstrip(b"] \n\"'"))[:TEXT_BYTES_MAX]
     numbers = np.frombuffer(text[: len(text) // 4 * 4], np.int32) & np.int32(VOCAB_MAX - 1)
     return numbers if len(numbers) else np.zeros(1, np.int32)
@@ -126,6 +127,7 @@ class PromptReader:
         template |= {name: request_fields[name] for name in _FOR_TEMPLATE if name in request_fields}
         fields |= {"chat_template_kwargs": template} if template else {}
         several = read_field(request_fields, "prompt", list[str])
+        # of several prompts the first one decides where all of them go
         if several:
             fields["prompt"] = several[0]
         with contextlib.suppress(HttpFault, msgspec.DecodeError, ValueError):

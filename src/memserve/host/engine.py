@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
+from typing import Any
 
 from memserve.base.errors import UserError
 from memserve.base.types import FinishReason, NamedPrefix, Request, TokenArray, TokenOutput
@@ -229,6 +230,49 @@ class EngineClients:
         return waiter.sink if waiter else None
 
 
+class ClientCommands:
+    """What clients ask of an engine besides answers: events for its machine, from any thread."""
+
+    def __init__(self, post: Callable[[Any], None]) -> None:
+        """``post`` takes the events."""
+        self._post = post
+        self._clients = EngineClients(self.cancel)
+
+    def cancel(self, request_id: str) -> None:
+        """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
+        self._post(RequestCancelled(request_id))
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
+        self._post(SequenceStopped(request_id, index))
+
+    def note_tool(self, request_id: str, tool: str) -> None:
+        """The answer calls ``tool``; unknown ids are ignored."""
+        self._post(ToolCalled(request_id, tool))
+
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
+        self._post(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
+
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
+        """Give the name up; unknown ones are ignored."""
+        self._post(PrefixUnpinned(handle, tenant))
+
+    def give_hint(self, hint: KvHinted) -> None:
+        """Do something with cached KV, after what was asked for before."""
+        self._post(hint)
+
+    @property
+    def requests_outstanding(self) -> int:
+        """Requests that have not ended."""
+        return self._clients.requests_outstanding
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused: the engine is closing, or its machine broke."""
+        return self._clients.closing
+
+
 # -- an instance and its device
 #
 # While the device works on a plan, the machine has already prepared the next one:
@@ -252,7 +296,6 @@ class HostedInstance:
         outlet: Outlet,
         *,
         on_broken: Callable[[], None],
-        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``on_broken`` is called in the engine thread when the machine raised: nothing will happen any more."""
         self.machine = machine
@@ -261,7 +304,7 @@ class HostedInstance:
         self._plans: queue.SimpleQueue[StepPlan | Callable[[], None] | None] = queue.SimpleQueue()
         self._timer = StepTimer(bound_bytes=device.bound_bytes)
         self._loop: MachineLoop[Event] = MachineLoop(
-            machine, self._perform_actions, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
+            machine, self._perform_actions, on_broken=on_broken, on_end=self._end_plans
         )
         self._device_thread = threading.Thread(target=self._run_device, name="memserve-device", daemon=True)
         self._started_steps: queue.SimpleQueue[tuple[StepPlan, Callable[[], StepFinished]] | None] = queue.SimpleQueue()
@@ -432,14 +475,12 @@ class EngineAdapters:
         self._post(HoldAdapters((*self._named.values(), *(files for files, _ in self._waiting))))
 
 
-class Engine:
+class Engine(ClientCommands):
     """Runs requests: thread-safe ``submit``, answers through a sink that the engine thread calls."""
 
-    def __init__(self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clients = EngineClients(self.cancel)
-        self._instance = HostedInstance(
-            machine, device, self._perform_action, on_broken=self._clients.fail_all, clock_ns=clock_ns
-        )
+    def __init__(self, machine: Instance, device: Device) -> None:
+        super().__init__(lambda event: self._instance.post_event(event))
+        self._instance = HostedInstance(machine, device, self._perform_action, on_broken=self._clients.fail_all)
         self._closed = False
         self._adapters = EngineAdapters(self._instance.post_event)
         self.load_adapter, self.unload_adapter = self._adapters.load_adapter, self._adapters.unload_adapter
@@ -449,30 +490,6 @@ class Engine:
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request``. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
         self._clients.submit_request(request, sink, lambda request: self._instance.post_event(RequestArrived(request)))
-
-    def cancel(self, request_id: str) -> None:
-        """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
-        self._instance.post_event(RequestCancelled(request_id))
-
-    def stop_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
-        self._instance.post_event(SequenceStopped(request_id, index))
-
-    def note_tool(self, request_id: str, tool: str) -> None:
-        """The answer calls ``tool``; unknown ids are ignored."""
-        self._instance.post_event(ToolCalled(request_id, tool))
-
-    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
-        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
-        self._instance.post_event(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
-
-    def unpin_prefix(self, handle: str, tenant: str) -> None:
-        """Give the name up; unknown ones are ignored."""
-        self._instance.post_event(PrefixUnpinned(handle, tenant))
-
-    def give_hint(self, hint: KvHinted) -> None:
-        """Do something with cached KV, after what was asked for before."""
-        self._instance.post_event(hint)
 
     def hint_results(self, hint_ids: Sequence[str]) -> list[HintResult | None]:
         """What became of each hint; ``None``: not known yet, or any more. Raises as :meth:`stats`."""
@@ -494,16 +511,6 @@ class Engine:
         Raises ``TimeoutError`` when the engine is stuck, :class:`EngineStopped` when it has ended: that one at once.
         """
         return self._instance.read_stats()
-
-    @property
-    def requests_outstanding(self) -> int:
-        """Requests that have not ended."""
-        return self._clients.requests_outstanding
-
-    @property
-    def closing(self) -> bool:
-        """Whether new requests are refused: the engine is closing, or its machine broke."""
-        return self._clients.closing
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel what still runs, stop both threads and free the device."""

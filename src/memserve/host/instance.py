@@ -5,28 +5,24 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from memserve.base.config import EngineOptions
-from memserve.base.types import KV_CODECS, KvCodecMode, Role
+from memserve.base.types import KV_CODECS, KvCodecMode
 from memserve.host.build import Parts, build_parts
 from memserve.host.member import MemberLinks, MemberProcess
 from memserve.host.profile_file import LearntProfile, SharedLengths
-from memserve.journal.survivors import end_when_orphaned
-from memserve.kv.identity import identity_key
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.gpus import take_gpu
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, trim_heap, usable_cores
-from memserve.system.process import HealthFile, SignalCounter, new_generation, on_ending_signals
-from memserve.system.secrets import Secret, as_followed
+from memserve.system.process import new_generation
 from memserve.transport.data_port import open_data_port, uses_nixl
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.member_place import MemberPlace
 from memserve.transport.probe import no_router_error, probe_all, waiting_lines
 from memserve.transport.request_server import ListenAddress
 
@@ -43,73 +39,32 @@ WAITING_TOLD_S = (1.0, 2.0, 4.0, 8.0)
 """Until it is said again what an instance waits for."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberOptions:
-    """An instance's place in a cluster."""
-
-    role: Role
-    name: str
-    join: tuple[str, ...]
-    """Where the router's mailbox may be, ``tcp://host:port`` each."""
-    secret: Secret
-    """The cluster's."""
-    drain_s: float
-    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
-    host: str = "127.0.0.1"
-    """Where its own mailbox listens."""
-    port: int = 0
-    advertise: str | None = None
-    """The host by which others reach it."""
-    link: str = "auto"
-    """How KV moves: one of :data:`memserve.base.types.LINKS`."""
-    is_supervised: bool = False
-    """A ``memserve serve`` on this host has started it, and ends it."""
-    health_file: Path | None = None
-    """Where it says once a second what it is to its cluster."""
-    model: str = ""
-    """The name of the model that it serves, where the cluster has several; empty: the first."""
-
-
 def run_instance(
     options: EngineOptions,
-    place: MemberOptions,
+    place: MemberPlace,
     on_ready: Callable[[], None],
     *,
-    outlive: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Run one instance until it is drained, expelled for good or signalled; ``on_ready`` is called when it has joined,
-    ``say`` with what it waits for until then. ``outlive``: the state folder of a router that it waits for when that is
-    killed.
+    ``say`` with what it waits for until then.
 
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     keep_heap_small()
     own_gpus = options.parallel.for_role(place.role).worker_count
     options = replace(options, device=take_gpu(options.device, own_gpus))  # before torch looks
-    health = HealthFile(place.health_file) if place.health_file is not None else None
+    health = place.open_health()
     self_peer = Peer(place.name, new_generation())
     members: list[MemberProcess] = []
-    if outlive is not None:
-        end_when_orphaned(outlive, lambda: members[0].router if members else None)
+    place.end_when_orphaned(lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_compiler_out(options.device)
-        key = identity_key(as_followed(place.secret).initial_value)
-        nixl_at = _nixl_host(place)
+        key, nixl_at = place.identity_key, _nixl_host(place)
         parts = build_parts(options, self_peer=self_peer, role=place.role, identity_key=key, nixl_at=nixl_at)
     member = _open_member(parts, place, self_peer, KV_CODECS[options.kv_codec])
     members.append(member)
-    counter = SignalCounter()
-
-    def end(sig: int, _frame: object) -> None:
-        if counter.count_signal(sig):  # the first time with patience; a second signal is meant
-            member.drain_and_leave(place.drain_s if counter.count == 1 else 0.0, counter.names[-1])
-
-    if place.is_supervised:  # its supervisor ends it: a closed terminal, or Ctrl-C, lets streams drain first
-        signal.signal(signal.SIGTERM, end)
-    else:
-        on_ending_signals(end)
-
+    counter = place.follow_signals(member.drain_and_leave)
     keep_costs = _costs_keeper(parts, member)
 
     def tell_health() -> None:
@@ -132,7 +87,7 @@ def run_instance(
         member.close()
 
 
-def _nixl_host(place: MemberOptions) -> str | None:
+def _nixl_host(place: MemberPlace) -> str | None:
     """The host at which NIXL listens; None: it is not used."""
     host = place.advertise or place.host
     return host if uses_nixl(place.link, host) else None
@@ -157,7 +112,7 @@ def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:
     return keep
 
 
-def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str], None]) -> bool:
+def wait_joined(member: MemberProcess, place: MemberPlace, say: Callable[[str], None]) -> bool:
     """Wait until ``member`` is one, and say what it waits for: after a second, then at growing intervals. ``False``:
     the end was asked for.
 
@@ -178,15 +133,14 @@ def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str]
     raise AssertionError("unreachable: the pauses do not end")
 
 
-def _open_member(parts: Parts, place: MemberOptions, self_peer: Peer, kv_codec: KvCodecMode) -> MemberProcess:
+def _open_member(parts: Parts, place: MemberPlace, self_peer: Peer, kv_codec: KvCodecMode) -> MemberProcess:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
-    listen_address = ListenAddress(place.secret, place.host, place.advertise, place.port)
-    segments = _open_segments(parts, listen_address)
+    segments = _open_segments(parts, place)
     info = _describe_peer(parts, place, self_peer, segments)
     _free_tokenizer(parts)
     links = MemberLinks(
-        lambda self_peer, on_message: ZmqMailbox(self_peer, listen_address, on_message),
-        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, listen_address, kv_codec=kv_codec),
+        lambda self_peer, on_message: ZmqMailbox(self_peer, place, on_message),
+        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, place, kv_codec=kv_codec),
         segments,
     )
     return MemberProcess(parts.machine, parts.device, info, place.join, links)
@@ -217,7 +171,7 @@ def _free_tokenizer(parts: Parts) -> None:
     trim_heap()
 
 
-def _describe_peer(parts: Parts, place: MemberOptions, self_peer: Peer, segments: SegmentPort | None) -> PeerInfo:
+def _describe_peer(parts: Parts, place: MemberPlace, self_peer: Peer, segments: SegmentPort | None) -> PeerInfo:
     import torch
 
     from memserve.model.loading.card import ModelCard

@@ -48,7 +48,8 @@ from memserve.protocol.member_events import (
 from memserve.protocol.messages import AnyMessage, Expelled, RequestRefused, Tokens
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.system.loop import EngineStopped
-from memserve.system.process import STALL_S, HealthState, new_generation
+from memserve.system.process import STALL_S, HealthState
+from memserve.transport.member_place import health_of, next_incarnation
 from memserve.transport.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 
 if TYPE_CHECKING:
@@ -146,9 +147,7 @@ class MemberProcess:
         """What it is to its cluster. None: its thread, which keeps membership, hangs."""
         if time.monotonic() - self._last_work_s > STALL_S:
             return None
-        if self._member.drains:
-            return HealthState.DRAINS
-        return HealthState.MEMBER if self._member.router is not None else HealthState.OUTSIDE
+        return health_of(self._member)
 
     def wait_for_end(self, each_second: Callable[[], None] = lambda: None) -> None:
         """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
@@ -303,7 +302,7 @@ class MemberProcess:
             return b""
 
     def _change_generation(self, command: ChangeGeneration) -> None:
-        self_peer = Peer(self.self_peer.name, max(command.generation_min, new_generation()))
+        self_peer = next_incarnation(self.self_peer, command)
         self._instance.post_event(MessageArrived(command.router, Expelled(command.reason)))
         self._instance.query_machine(lambda: self._machine.restart_as(self_peer))
         self._mailbox.restart_as(self_peer)

@@ -271,10 +271,10 @@ class Controller:
         """All members by role."""
         return {role: list(actors) for role, actors in self._actors.items()}
 
-    def wait_members(self, timeout_s: float = START_S) -> None:
+    def wait_members(self) -> None:
         """Wait until every member has joined. Raises :class:`UserError` when one has not by then, or ends again and
         again before it has."""
-        deadline, lives = time.monotonic() + timeout_s, defaultdict[str, set[str]](set)
+        deadline, lives = time.monotonic() + START_S, defaultdict[str, set[str]](set)
         hint = "Ray's dashboard, or `ray logs`, has what they print"
         while absent_names := [name for name, actor in self._all_actors() if not _is_member(actor, lives[name])]:
             if self._ends.is_set():
@@ -283,7 +283,7 @@ class Controller:
                 if len(lives[name]) >= LIVES_MAX:
                     raise UserError(f"{name} has ended {LIVES_MAX - 1} times before it was a member", hint=hint)
             if time.monotonic() > deadline:
-                raise UserError(f"{', '.join(absent_names)}: no member after {timeout_s:.0f} s", hint=hint)
+                raise UserError(f"{', '.join(absent_names)}: no member after {START_S:.0f} s", hint=hint)
             time.sleep(_LOOK_S)
 
     def stop(self) -> int:

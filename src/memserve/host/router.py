@@ -24,13 +24,13 @@ from typing import Any
 from msgspec import structs
 
 from memserve.base.errors import InvariantError
-from memserve.base.types import NamedPrefix, Request, Role, TokenArray
+from memserve.base.types import NamedPrefix, Request, Role
 from memserve.base.units import NS_PER_MS
-from memserve.host.engine import EngineClients, Sink
+from memserve.host.engine import ClientCommands, Sink
 from memserve.host.stats import RouterStats
 from memserve.host.supervisor import ChildStats
 from memserve.journal.keeper import Durability, MetaKeeper
-from memserve.protocol.kv_hints import HintResult, KvHinted
+from memserve.protocol.kv_hints import HintResult
 from memserve.protocol.member_events import (
     AddPeer,
     ChangeGeneration,
@@ -53,18 +53,13 @@ from memserve.router.events import (
     InstanceDrained,
     MemberChange,
     MessageArrived,
-    PrefixPinned,
-    PrefixUnpinned,
     RejectRequest,
     ReportMember,
     RequestArrived,
-    RequestCancelled,
     RouterEnds,
     Send,
-    SequenceStopped,
     StateRecovered,
     StoreNamed,
-    ToolCalled,
 )
 from memserve.router.follower import Follower, FollowerStarts
 from memserve.router.machine import Cluster
@@ -138,7 +133,7 @@ MEMBERS_LOOK_S = 1.0
 """How often the lines to instances are compared with the members."""
 
 
-class RouterEngine:
+class RouterEngine(ClientCommands):
     """Runs requests on the members of a cluster; thread-safe, answers through sinks. Those are called in any thread,
     never two at a time, and must not wait for the router."""
 
@@ -147,7 +142,6 @@ class RouterEngine:
         machine: Cluster | Follower,
         open_mailbox: Callable[[OnMessage], Mailbox],
         *,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
         keeper: MetaKeeper | None = None,
         self_peer: Peer | None = None,
     ) -> None:
@@ -155,7 +149,7 @@ class RouterEngine:
         there, and it goes on from what ``keeper`` remembers; ``self_peer`` is the router's name then."""
         self._machine = machine.cluster if isinstance(machine, Follower) else machine
         self._follower = machine if isinstance(machine, Follower) else None
-        self._clients = EngineClients(self.cancel)
+        super().__init__(lambda event: self._loop.post_event(event))
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
         self._next_check_s = 0.0
@@ -182,7 +176,7 @@ class RouterEngine:
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, it would not know its members
         self._loop: SharedLoop[Any] = SharedLoop(
-            machine, self._perform_actions, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
+            machine, self._perform_actions, on_broken=self._clients.fail_all, name="memserve-router"
         )
         self._gate = DurabilityGate() if keeper is not None else None
         self._mailbox = open_mailbox(self._message_arrived)
@@ -206,30 +200,6 @@ class RouterEngine:
         """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
         self._clients.submit_request(request, sink, lambda request: self._loop.enqueue_event(RequestArrived(request)))
         self._loop.wake_loop()
-
-    def cancel(self, request_id: str) -> None:
-        """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
-        self._loop.post_event(RequestCancelled(request_id))
-
-    def stop_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
-        self._loop.post_event(SequenceStopped(request_id, index))
-
-    def note_tool(self, request_id: str, tool: str) -> None:
-        """The answer calls ``tool``; unknown ids are ignored."""
-        self._loop.post_event(ToolCalled(request_id, tool))
-
-    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
-        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
-        self._loop.post_event(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
-
-    def unpin_prefix(self, handle: str, tenant: str) -> None:
-        """Give the name up; unknown ones are ignored."""
-        self._loop.post_event(PrefixUnpinned(handle, tenant))
-
-    def give_hint(self, hint: KvHinted) -> None:
-        """Do something with cached KV, after what was asked for before."""
-        self._loop.post_event(hint)
 
     def hint_results(self, hint_ids: Sequence[str]) -> list[HintResult | None]:
         """What became of each hint; ``None``: not known yet, or any more. Raises as :meth:`stats`."""
@@ -259,16 +229,6 @@ class RouterEngine:
         durability = self._keeper.durability() if self._keeper is not None else Durability()
         mailbox = self._mailbox.counters
         return replace(snapshot, children=self.children(), scaling=self.scaling, mailbox=mailbox, metadata=durability)
-
-    @property
-    def requests_outstanding(self) -> int:
-        """Requests that have not ended."""
-        return self._clients.requests_outstanding
-
-    @property
-    def closing(self) -> bool:
-        """Whether new requests are refused: the router is closing, or its machine broke."""
-        return self._clients.closing
 
     # -- for the process that runs the cluster
 

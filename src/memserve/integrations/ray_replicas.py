@@ -103,7 +103,10 @@ def run_replica(words: Sequence[str], settings: ServeArguments, options: Cluster
             place = ray.get(controller.open_place.remote(name))
             ray.get(controller.wait_members.remote())
         join = (f"tcp://{place.join}",)
-        follower = FollowerOptions(name, join, place.secret, options.config, node, place.owner_url, advertise=node)
+        follower = FollowerOptions(
+            name=name, join=join, secret=place.secret, config=options.config, host=node, owner_url=place.owner_url,
+            advertise=node,
+        )  # fmt: skip
         with running_router(settings.engine, follower, log.info) as router:
             card, adapters = card_of(router, settings.engine, options.config), read_adapters(settings.engine.lora)
             _memberships.append(_Membership(router))

@@ -76,11 +76,10 @@ class MetaKeeper:
         self,
         medium: Medium,
         *,
-        clock_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Read what is on ``medium``. Raises :class:`UserError` when it cannot be read, or is damaged."""
-        self.clock_offset_ns = wall_ns() - clock_ns()
+        self.clock_offset_ns = wall_ns() - time.monotonic_ns()
         """Nanoseconds since 1970, minus the machine's clock."""
         try:
             self._store = Store(medium)
@@ -96,7 +95,6 @@ class MetaKeeper:
             log.error("metadata writes failing: %s takes nothing more", medium.name)
         self.recovered_state: RecoveredState = self._store.state.recovered_state(self.clock_offset_ns)
         """What the last router knew."""
-        self._clock_ns = clock_ns
         self._lock = threading.Lock()
         self._unsafe_since_ns: int | None = None
         """When the oldest record came that is not durable. None: all are."""
@@ -121,7 +119,7 @@ class MetaKeeper:
         """How safe the records are now. Any thread may ask."""
         with self._lock:
             since_ns = self._unsafe_since_ns
-        lag_ns = self._clock_ns() - since_ns if since_ns is not None else 0
+        lag_ns = time.monotonic_ns() - since_ns if since_ns is not None else 0
         return Durability(self._thread.is_alive() and not self._store.is_broken, lag_ns, self._failures)
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -134,7 +132,7 @@ class MetaKeeper:
     def _enqueue_item(self, item: _Item) -> None:
         with self._lock:
             if self._unsafe_since_ns is None:
-                self._unsafe_since_ns = self._clock_ns()
+                self._unsafe_since_ns = time.monotonic_ns()
         self._inbox.put(item)
 
     # -- the thread
@@ -181,7 +179,7 @@ class MetaKeeper:
     def _sync_store(self) -> bool:
         self._synced_s = time.monotonic()
         # taken before the sync: a record that comes during it is not covered by it
-        began_ns, was_all = self._clock_ns(), self._inbox.empty()
+        began_ns, was_all = time.monotonic_ns(), self._inbox.empty()
         durable = not self._store.is_broken and self._attempt_write(self._store.sync)
         with self._lock:
             if durable and self._unsafe_since_ns is not None:

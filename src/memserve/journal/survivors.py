@@ -160,19 +160,19 @@ class ChildrenFile:
         return None
 
 
-def end_when_orphaned(folder: Path, router: Callable[[], Peer | None], patience_s: float = ORPHAN_S) -> None:
-    """From now on a thread ends this process (SIGTERM) when the lock of ``folder`` has been free for ``patience_s``.
+def end_when_orphaned(folder: Path, router: Callable[[], Peer | None]) -> None:
+    """From now on a thread ends this process (SIGTERM) when the lock of ``folder`` has been free for ``ORPHAN_S``.
 
     ``router`` gives the router that has accepted this instance. Where that is another one than the last holder of the
     lock, a router elsewhere has taken over, and the instance goes on without the lock's holder.
     """
-    threading.Thread(target=_watch, args=(folder, router, patience_s), name="memserve-orphan", daemon=True).start()
+    threading.Thread(target=_watch, args=(folder, router), name="memserve-orphan", daemon=True).start()
 
 
-def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -> None:
+def _watch(folder: Path, router: Callable[[], Peer | None]) -> None:
     keeper: Peer | None = None
     unlocked_since_s: float | None = None
-    while unlocked_since_s is None or time.monotonic() - unlocked_since_s <= patience_s:
+    while unlocked_since_s is None or time.monotonic() - unlocked_since_s <= ORPHAN_S:
         time.sleep(LOOK_S)
         if is_locked(folder):
             keeper, unlocked_since_s = router(), None
@@ -182,7 +182,7 @@ def _watch(folder: Path, router: Callable[[], Peer | None], patience_s: float) -
             unlocked_since_s = None
         elif unlocked_since_s is None:
             unlocked_since_s = time.monotonic()
-    log.warning("no router has come back for %.0f s: this instance ends", patience_s)
+    log.warning("no router has come back for %.0f s: this instance ends", ORPHAN_S)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -16,7 +16,7 @@ a run is to be used: nothing has to follow their evictions here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
@@ -177,11 +177,6 @@ def _count_leading(differs: NDArray[np.bool_]) -> int:
 # -- what of a run is computed anew
 
 
-Choice = Callable[[list[Run], float], list[Positions]]
-"""Runs, and the share of their tokens that is to be computed anew -> the positions whose KV stays as it was copied, in
-order and not touching each other."""
-
-
 def keep_all_but_first(runs: list[Run], share: float) -> list[Positions]:
     """The first tokens of each run are computed anew: they attended least to their own text, and the most to what was
     before it elsewhere (EPIC, arXiv:2410.15332)."""
@@ -258,10 +253,10 @@ class _Moves:
 class ContentReuse:
     """Gives sequences KV of cached blocks that hold the same tokens elsewhere."""
 
-    def __init__(self, pool: BlockPool, key: bytes, share: float, choose: Choice = keep_all_but_first) -> None:
+    def __init__(self, pool: BlockPool, key: bytes, share: float) -> None:
         """``share``: of the tokens that are found, how many are computed anew (0 to 1)."""
         self.index = ContentIndex(pool.block_tokens, pool.config.source_tokens(pool.block_tokens), key)
-        self._pool, self._share, self._choose = pool, share, choose
+        self._pool, self._share = pool, share
         self._moves: dict[Hashable, _Moves] = {}
 
     def place_runs(
@@ -276,7 +271,7 @@ class ContentReuse:
             if present.count < run.count:
                 self.index.forget_blocks(run)
             runs += [present] if present.count else []
-        spans = self._choose(runs, self._share)
+        spans = keep_all_but_first(runs, self._share)
         copied_tokens = sum([end - begin for begin, end in spans])
         if copied_tokens < self._pool.block_tokens:
             self._release_sources(moves)

@@ -1,1 +1,1 @@
-"""Values by 16-byte keys, in memory and on disks: machines without IO."""
+"""Values by 16-byte keys, in memory and on disks: the machines, their process, and the clients."""

@@ -78,7 +78,6 @@ class MachineLoop(Generic[EventT]):
         on_broken: Callable[[], None],
         on_end: Callable[[], None] = lambda: None,
         name: str = "memserve-engine",
-        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``perform(event, actions, spent_ns)`` does what the machine asks for, in the loop's thread.
 
@@ -89,7 +88,6 @@ class MachineLoop(Generic[EventT]):
         self._perform = perform
         self._on_broken = on_broken
         self._on_end = on_end
-        self._clock_ns = clock_ns
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopped = False  # no more events are handled
         self._deadline_ns: int | None = None  # the machine's, after its last event
@@ -167,7 +165,7 @@ class MachineLoop(Generic[EventT]):
             return ClockTicked()
 
     def _time_left_s(self, deadline_ns: int) -> float:
-        return max(TICK_MIN_S, (deadline_ns - self._clock_ns()) / NS_PER_S)
+        return max(TICK_MIN_S, (deadline_ns - time.monotonic_ns()) / NS_PER_S)
 
     def _handle_item(self, item: Any) -> bool:
         """Handle one item of the inbox. False: no more will be handled."""
@@ -178,7 +176,7 @@ class MachineLoop(Generic[EventT]):
             return True
         try:
             started_ns = time.perf_counter_ns()
-            actions = self._machine.handle(item, self._clock_ns())
+            actions = self._machine.handle(item, time.monotonic_ns())
             self._perform(item, actions, time.perf_counter_ns() - started_ns)
             self._deadline_ns = self._machine.next_deadline_ns
         except Exception:

@@ -64,6 +64,10 @@ class SignalCounter:
         self.names.append(name)
         return True
 
+    def patience_s(self, drain_s: float) -> float:
+        """The seconds that work may take from now on: ``drain_s`` at the first signal, none after the second."""
+        return drain_s if self.count == 1 else 0.0
+
 
 def on_ending_signals(handler: Callable[[int, FrameType | None], None]) -> None:
     """``handler`` takes every ending signal from now on. Main thread only."""
@@ -167,10 +171,10 @@ class CpuWatch:
         return max(0.0, others_s / (now.at_s - self._first_reading.at_s))
 
 
-def measure_busy_cores(seconds: float = 0.5) -> float | None:
-    """As :meth:`CpuWatch.others_cores`, over the next ``seconds``, in which the caller does nothing."""
+def measure_busy_cores() -> float | None:
+    """As :meth:`CpuWatch.others_cores`, over the next half second, in which the caller does nothing."""
     watch = CpuWatch()
-    time.sleep(seconds)
+    time.sleep(0.5)
     return watch.others_cores()
 
 

@@ -106,9 +106,9 @@ class CurveKeys:
         socket.curve_secretkey = self.secret
 
 
-def open_monitor(socket: Socket, events: int = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) -> Socket:
+def open_monitor(socket: Socket) -> Socket:
     """A socket that tells what happens to the connections of ``socket``."""
-    return socket.get_monitor_socket(events)
+    return socket.get_monitor_socket(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
 
 def close_monitor(socket: Socket, monitor: Socket | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fleet_server import fleet_server
 from memserve.base.errors import UserError
-from memserve.fleet.engine_client import busy_slots, slot_tokens
+from memserve.fleet.engine_client import busy_slots, context_of, slot_context, slot_tokens
 from memserve.fleet.messages import EngineKind, read_engine
 from scripted_engine import ANSWER, DONE, EVENTS, STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, whole
 from waiting import eventually
@@ -94,6 +94,16 @@ def test_odd_slots_are_no_slots(body: bytes) -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"total_slots": "x"}', b'{"total_slots": -3}', b"[" * 100_000])
 def test_odd_props_say_nothing(body: bytes) -> None:
     assert slot_tokens(body) == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b'{"data": [{"id": "y", "max_model_len": 9}]}', b'{"data": [{"id": "x", "max_model_len": true}]}'],
+)
+def test_odd_pages_say_no_context(body: bytes) -> None:
+    assert context_of(body, "x") == slot_context(body) == 0
+    assert context_of(b'{"data": [{"id": "y", "max_model_len": "?"}, {"id": "x", "max_model_len": 9}]}', "x") == 9
+    assert slot_context(b'{"total_slots": 2, "default_generation_settings": {"n_ctx": 8}}') == 8
 
 
 def test_of_an_openai_server_only_models_are_asked(engine: ScriptedEngine) -> None:

@@ -5,17 +5,15 @@ Whether kernels are interpreted is decided once, when triton is imported: so the
 from __future__ import annotations
 
 import gc
-import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-SUPPORT = Path(__file__).parents[2] / "support"
+from interpreted import results_of, run_devices
+
 SHORT = 12
 """Tokens of a prompt where its length shows nothing: the interpreter takes milliseconds for each."""
 
@@ -502,15 +500,7 @@ INTERPRETED = ("chunks and decodes", "graphs with windows and caps")
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """Scenario -> "" or what went wrong."""
-    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return results_of(__file__)
 
 
 @pytest.mark.timeout(600)
@@ -519,25 +509,5 @@ def test_the_device_of_a_gpu(results: dict[str, str], name: str) -> None:
     assert results[name] == ""
 
 
-def main(names: list[str]) -> None:
-    import traceback
-
-    from lean_imports import interpret_quickly, leave_compiler_out
-
-    leave_compiler_out()
-    interpret_quickly()
-    from fake_gpu import attend_with_kernels
-
-    gc.disable()  # else every device looks through all of torch, transformers and triton
-    found = {}
-    for name in names or SCENARIOS:
-        attend_with_kernels(name in INTERPRETED)
-        try:
-            found[name] = "" if SCENARIOS[name]() else "nothing was found out"
-        except Exception:
-            found[name] = traceback.format_exc()[-2500:]
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_devices(SCENARIOS, INTERPRETED)

@@ -6,13 +6,7 @@ Whether Triton's kernels are interpreted is decided once: the scenarios run in o
 
 from __future__ import annotations
 
-import gc
-import json
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from interpreted import results_of, run_devices
 from memserve.base.kv_layout import Parallel
 
-SUPPORT = Path(__file__).parents[2] / "support"
 KINDS = {"TP 2": Parallel(2), "TP 3": Parallel(3), "PP 2": Parallel(1, 2), "TP 2 x PP 2": Parallel(2, 2)}
 
 
@@ -523,27 +517,14 @@ INTERPRETED = ("TP 2, graphs", "TP 3, graphs")
 """With Triton's kernels, on the heads of one worker; the others have attention by their oracle."""
 
 
-def _results(names: Iterable[str]) -> dict[str, str]:
-    """Scenario -> "" or what went wrong."""
-    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
-    run = subprocess.run(
-        [sys.executable, __file__, *names],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
-        capture_output=True, text=True, timeout=580,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
 @pytest.fixture(scope="module")
 def of_threads() -> dict[str, str]:
-    return _results(THREADS)
+    return results_of(__file__, THREADS, 580)
 
 
 @pytest.fixture(scope="module")
 def of_processes() -> dict[str, str]:
-    return _results(PROCESSES)
+    return results_of(__file__, PROCESSES, 580)
 
 
 @pytest.mark.timeout(600)
@@ -558,31 +539,8 @@ def test_workers_on_gpus_that_are_processes(of_processes: dict[str, str], name: 
     assert of_processes[name] == ""
 
 
-def main(names: list[str]) -> None:
-    import time
-    import traceback
-
+if __name__ == "__main__":
     from forked_processes import fork_processes
-    from lean_imports import interpret_quickly, leave_compiler_out
 
     fork_processes()
-    leave_compiler_out()
-    interpret_quickly()
-    from fake_gpu import attend_with_kernels
-
-    gc.disable()  # else every device looks through all of torch, transformers and triton
-    found = {}
-    for name in names or SCENARIOS:
-        began = time.monotonic()
-        attend_with_kernels(name in INTERPRETED)
-        run, *args = SCENARIOS[name]
-        try:
-            found[name] = "" if run(*args) else "nothing was found out"
-        except Exception:
-            found[name] = traceback.format_exc()[-2500:]
-        print(f"{time.monotonic() - began:6.1f} s  {name}", file=sys.stderr)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_devices(SCENARIOS, INTERPRETED)

@@ -5,22 +5,17 @@ Whether Triton's kernels are interpreted is decided once: the scenarios run in o
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from interpreted import results_of, run_devices
 from memserve.base.kv_layout import Parallel
 
-SUPPORT = Path(__file__).parents[2] / "support"
 PAIRS = {
     "TP 1 to TP 2": (Parallel(1), Parallel(2)),
     "TP 2 to TP 1": (Parallel(2), Parallel(1)),
@@ -232,15 +227,7 @@ SCENARIOS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """Scenario -> "" or what went wrong."""
-    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return results_of(__file__)
 
 
 @pytest.mark.timeout(600)
@@ -249,30 +236,5 @@ def test_kv_between_instances_on_several_gpus(results: dict[str, str], name: str
     assert results[name] == ""
 
 
-def main(names: list[str]) -> None:
-    import gc
-    import time
-    import traceback
-
-    from lean_imports import interpret_quickly, leave_compiler_out
-
-    leave_compiler_out()
-    interpret_quickly()
-    from fake_gpu import attend_with_kernels
-
-    gc.disable()  # else every device looks through all of torch, transformers and triton
-    attend_with_kernels(False)
-    found = {}
-    for name in names or SCENARIOS:
-        began = time.monotonic()
-        run, *args = SCENARIOS[name]
-        try:
-            found[name] = "" if run(*args) else "nothing was found out"
-        except Exception:
-            found[name] = traceback.format_exc()[-2500:]
-        print(f"{time.monotonic() - began:6.1f} s  {name}", file=sys.stderr)
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_devices(SCENARIOS)

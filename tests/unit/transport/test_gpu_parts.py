@@ -4,24 +4,20 @@ Whether Triton's kernels are interpreted is decided once: the scenarios run in o
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from interpreted import results_of, run_scenarios
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry, Role, Tier
 
-SUPPORT = Path(__file__).parents[2] / "support"
 BLOCKS = 5
 GEOMETRIES = {
     "two heads": KVGeometry(3, 2, 16, 16, "float32", 8),
@@ -345,15 +341,7 @@ SCENARIOS: dict[str, Callable[[], bool]] = {
 @pytest.fixture(scope="module")
 def results() -> dict[str, str]:
     """Scenario -> "" or what went wrong."""
-    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
-        capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return results_of(__file__)
 
 
 @pytest.mark.timeout(600)
@@ -362,25 +350,14 @@ def test_kv_of_several_gpus(results: dict[str, str], name: str) -> None:
     assert results[name] == ""
 
 
-def main(names: list[str]) -> None:
-    import time
-    import traceback
-
+def main() -> None:
     from lean_imports import interpret_quickly
     from memserve.system import gpu_kernels
 
     interpret_quickly()
     gpu_kernels._STRIPES, gpu_kernels._TURNS = 32, 1  # each turn takes the interpreter a millisecond, however small
-    found = {}
-    for name in names or SCENARIOS:
-        began = time.monotonic()
-        try:
-            found[name] = "" if SCENARIOS[name]() else "nothing was found out"
-        except Exception:
-            found[name] = traceback.format_exc()[-2500:]
-        print(f"{time.monotonic() - began:6.1f} s  {name}", file=sys.stderr)
-    print(json.dumps(found))
+    run_scenarios(SCENARIOS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -164,6 +164,7 @@ class RequestBatch(msgspec.Struct, frozen=True):
             "input_file_id": self.input_file_id,
             "completion_window": self.completion_window,
             "status": self.status.value,
+            # a name is reserved for each file, and clients are told of those that have a line
             "output_file_id": self.output_file_id if self.output_file_id in self.kept_file_ids else None,
             "error_file_id": self.error_file_id if self.error_file_id in self.kept_file_ids else None,
             "created_at": self.created_s,
@@ -219,6 +220,7 @@ class InputPlan:
         except ApiError as error:
             self._refuse_line(number, "invalid_json_line", error.message, error.param)
             return
+        # digests: the ids themselves may be as large as the input
         name = hashlib.blake2b(request.custom_id.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if error_text := _why_refused(request, endpoint):
             self._refuse_line(number, *error_text)
@@ -231,6 +233,7 @@ class InputPlan:
     def finish_reading(self) -> None:
         """All lines are there: put them into the order in which they are answered."""
         self.lines.sort()
+        # needed while lines are read alone, and a plan lives as long as its batch
         self._custom_ids.clear()
 
     def refuse_input(self, code: str, message: str) -> None:
@@ -270,6 +273,7 @@ def _lines_of(path: Path, line_bytes_max: int) -> Iterator[tuple[int, bytes]]:
             if not line:
                 return
             yield offset, line
+            # what is left of a line that is too long is passed over, a piece at a time
             while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
                 pass
 
@@ -282,6 +286,7 @@ def read_plan(path: Path, endpoint: str, body_bytes_max: int) -> InputPlan:
             plan.refuse_input("too_many_tasks", f"The input has more than {LINES_MAX} lines: split it.")
         elif len(line) > line_bytes_max:
             plan.refuse_input("line_too_long", f"Line {number} is longer than {line_bytes_max} bytes.")
+        # an empty line is no request: many programs end a file with one
         elif line.strip():
             plan.add_line(line, number, offset, endpoint)
         if number > LINES_MAX or len(plan.errors) >= ERRORS_MAX:

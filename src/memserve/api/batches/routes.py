@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -22,6 +21,7 @@ from memserve.api.batches.form import FieldBegins, FormParser, boundary_of
 from memserve.api.batches.runner import BatchRunner
 from memserve.api.http.errors import ApiError, bad_request, too_large
 from memserve.api.http.limits import TENANT_KEY, ClientGone, Edge, json_body
+from memserve.api.http.middleware import json_page
 from memserve.api.http.request import new_id
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.request.schema import parse_body
@@ -152,7 +152,7 @@ class FileRoutes:
                     await upload.take_piece(piece)
             if not parser.is_complete:
                 raise bad_request("The form ends before its last boundary")
-            return _json((await upload.finish_upload()).card())
+            return json_page((await upload.finish_upload()).card())
         except OSError as error:
             why = f"The file cannot be kept: {error.strerror or error}"
             raise ApiError(503, why, kind="server_error", code="not_durable") from None
@@ -163,11 +163,11 @@ class FileRoutes:
         """``GET /v1/files``: the tenant's own, newest first."""
         purpose, tenant = request.query_params.get("purpose"), request.scope[TENANT_KEY]
         files = [file for file in self._store.list_files(tenant) if purpose in (None, file.purpose)]
-        return _json(_page(request, [(file.file_id, file.card) for file in files], 10_000, 10_000))
+        return json_page(_page(request, [(file.file_id, file.card) for file in files], 10_000, 10_000))
 
     async def get_file(self, request: Request) -> Response:
         """``GET /v1/files/{id}``."""
-        return _json(self._find_file(request).card())
+        return json_page(self._find_file(request).card())
 
     async def delete_file(self, request: Request) -> Response:
         """``DELETE /v1/files/{id}``. Raises :class:`ApiError` 400 while a batch reads or writes it."""
@@ -176,7 +176,7 @@ class FileRoutes:
             message = "A batch that has not ended needs this file: cancel the batch first"
             raise bad_request(message, "file_id", "file_in_use")
         self._store.delete_file(record.tenant, record.file_id)
-        return _json({"id": record.file_id, "object": "file", "deleted": True})
+        return json_page({"id": record.file_id, "object": "file", "deleted": True})
 
     async def get_content(self, request: Request) -> Response:
         """``GET /v1/files/{id}/content``: the bytes."""
@@ -227,23 +227,23 @@ class BatchRoutes:
             now_s + window_s(body.completion_window), f"file-{new_id()}", f"file-{new_id()}", body.metadata,
             expiry_s(body.output_expires_after, "output_expires_after"),
         )  # fmt: skip
-        return _json(self._runner.card(await self._runner.create_batch(batch)))
+        return json_page(self._runner.card(await self._runner.create_batch(batch)))
 
     async def list_batches(self, request: Request) -> Response:
         """``GET /v1/batches``: the tenant's own, newest first."""
         batches = self._runner.list_batches(request.scope[TENANT_KEY])
         items = [(batch.batch_id, lambda batch=batch: self._runner.card(batch)) for batch in batches]
-        return _json(_page(request, items, 20, 100))
+        return json_page(_page(request, items, 20, 100))
 
     async def get_batch(self, request: Request) -> Response:
         """``GET /v1/batches/{id}``."""
         batch = self._runner.get_batch(request.scope[TENANT_KEY], request.path_params["batch_id"])
-        return _json(self._runner.card(batch))
+        return json_page(self._runner.card(batch))
 
     async def cancel_batch(self, request: Request) -> Response:
         """``POST /v1/batches/{id}/cancel``."""
         tenant, batch_id = request.scope[TENANT_KEY], request.path_params["batch_id"]
-        return _json(self._runner.card(await self._runner.cancel_batch(tenant, batch_id)))
+        return json_page(self._runner.card(await self._runner.cancel_batch(tenant, batch_id)))
 
 
 _Items = Sequence[tuple[str, Callable[[], dict[str, Any]]]]
@@ -270,10 +270,6 @@ def _page(request: Request, items: _Items, usual: int, most: int) -> dict[str, A
         "last_id": page[-1][0] if page else None,
         "has_more": first + len(page) < len(items),
     }
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def batch_families(

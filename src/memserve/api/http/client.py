@@ -139,9 +139,9 @@ class HttpCall:
         """A header of the answer; empty: there is none."""
         return next((value.decode("latin-1") for header_name, value in self.headers if header_name == name), "")
 
-    def abort_call(self, reason: str, status: int = 504) -> None:
+    def abort_call(self, reason: str) -> None:
         """Let all waits end with an :class:`HttpFault`."""
-        self._aborted = self._aborted or HttpFault(reason, status=status)
+        self._aborted = self._aborted or HttpFault(reason, status=504)
         if self._writer is not None:
             self._writer.transport.abort()
 

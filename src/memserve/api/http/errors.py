@@ -180,6 +180,7 @@ def row_failed(reason: str) -> ApiError:
     return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")
 
 
-def internal(message: str = "The server failed while working on the request") -> ApiError:
+def internal() -> ApiError:
     """500: our fault; the log has the details, the client gets none."""
+    message = "The server failed while working on the request"
     return ApiError(500, message, kind="server_error", code="internal_error")

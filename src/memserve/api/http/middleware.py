@@ -289,6 +289,11 @@ def _send_with_id(scope: Scope, send: Send) -> Send:
     return send_naming
 
 
+def json_page(value: object, status: int = 200) -> Response:
+    """An answer of JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors (unknown route, wrong method) in OpenAI's form."""
     status = error.status_code if isinstance(error, HTTPException) else 500

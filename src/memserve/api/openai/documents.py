@@ -225,15 +225,14 @@ class _StoredDocument(msgspec.Struct, frozen=True, array_like=True):
 class DocumentMemory:
     """Makes documents durable, and restores those of the last router. Without metadata it does nothing."""
 
-    def __init__(self, engine: ServingEngine, clock_ns: Callable[[], int] = time.time_ns) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine if isinstance(engine, RememberingEngine) else None
-        self._clock_ns = clock_ns
 
     def restore_documents(self, documents: Documents) -> None:
         """Restore the last router's documents that have not expired. The cluster restores their pins."""
         if self._engine is None:
             return
-        now_ns = self._clock_ns()
+        now_ns = time.time_ns()
         for record in self._engine.stored_documents():
             remaining_ns = record.expires_unix_ns - now_ns
             if remaining_ns > 0:
@@ -256,7 +255,7 @@ class DocumentMemory:
             document.adapter,
             document.model,
         )
-        expires_ns = self._clock_ns() + ns_from_s(document.ttl_s)
+        expires_ns = time.time_ns() + ns_from_s(document.ttl_s)
         await self._write_record(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
 
     async def drop_document(self, tenant: str, document_id: str) -> None:

@@ -87,16 +87,20 @@ def _work_of_document(document: Document | None) -> int:
     return 0 if document is None else 4 * len(document.prompt.tokens)
 
 
-class CompletionPlanner:
-    """``POST /v1/completions``."""
-
-    id_prefix = "cmpl-"
+class _PromptPlanner:
+    """What planners of both kinds of prompts have."""
 
     def __init__(
         self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents, config: ApiConfig
     ) -> None:
         self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
         self._config, self.leniency = config, Leniency(all_fields=config.lenient)
+
+
+class CompletionPlanner(_PromptPlanner):
+    """``POST /v1/completions``."""
+
+    id_prefix = "cmpl-"
 
     async def plan_request(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body, one per prompt."""
@@ -136,16 +140,10 @@ class CompletionPlanner:
         return prompts if document is None else document.before_prompts(prompts)
 
 
-class ChatPlanner:
+class ChatPlanner(_PromptPlanner):
     """``POST /v1/chat/completions``."""
 
     id_prefix = "chatcmpl-"
-
-    def __init__(
-        self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents, config: ApiConfig
-    ) -> None:
-        self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
-        self._config, self.leniency = config, Leniency(all_fields=config.lenient)
 
     async def plan_request(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine request for a body: one prompt, through the chat template."""

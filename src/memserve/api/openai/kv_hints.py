@@ -113,10 +113,12 @@ def plan_hint(hint: KvHintAction, *, in_request: bool) -> PlannedHint:
         payload = msgspec.convert(hint.payload, HintPayload)
     except msgspec.ValidationError as error:
         return PlannedHint(hint.action_id, hint.action_type, None, HintPayload(), f"payload: {error}")
+    # an action that is wrong does not refuse its envelope: each has an outcome of its own
     action = HintAction(name) if name in list(HintAction) else None
     reason = ""
     if action is None:
         reason = f"{hint.action_type[:64]!r} is not known; there are kv.{', kv.'.join(HintAction)}"
+    # a later 1.x may have further fields: the payload refuses those that are not known, by name
     elif hint.action_version.split(".")[0] != "1":
         reason = f"version {hint.action_version[:32]!r} of it is not known; there is 1.0"
     elif in_request and payload.targets:

@@ -23,7 +23,7 @@ from memserve import __version__
 from memserve.api.http.client import NOT_SENT_BACK, NOT_SENT_ON, HttpCall, HttpFault
 from memserve.api.http.errors import ApiError, shutting_down
 from memserve.api.http.limits import ClientGone, Edge, json_body, wait_for_disconnect
-from memserve.api.http.middleware import KeyRing
+from memserve.api.http.middleware import KeyRing, json_page
 from memserve.api.http.request import REQUEST_ID_KEY
 from memserve.api.openai.interfaces import ServingEngine
 from memserve.api.openai.streams import Hub
@@ -61,12 +61,12 @@ class Probes:
 
     async def get_version(self, request: Request) -> Response:
         """``GET /version``: memserve's, in vLLM's form."""
-        return _json({"version": __version__})
+        return json_page({"version": __version__})
 
     async def get_load(self, request: Request) -> Response:
         """``GET /load``: how many requests are being answered, in vLLM's form. Needs the key of ``/metrics``."""
         self._metrics_keys.tenant_of(request.headers.get("authorization"))
-        return _json({"server_load": self._requests_open()})
+        return json_page({"server_load": self._requests_open()})
 
 
 class TrailingSlashes:
@@ -80,10 +80,6 @@ class TrailingSlashes:
         if scope["type"] == "http" and scope["path"].endswith("/") and scope["path"][:-1] in self._paths:
             scope = {**scope, "path": scope["path"][:-1]}
         await self._app(scope, receive, send)
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 _UPLOADS = "/v1/files"

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
 from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent
 from memserve.api.http.limits import TENANT_KEY, json_body
+from memserve.api.http.middleware import json_page
 from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare_document
 from memserve.api.openai.endpoints import EndpointParts, addressed
 from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServingEngine
@@ -71,6 +71,7 @@ class DocumentRoutes:
                 return replace(document, adapter=adapter.digest, model=adapter.name)
 
             document = await encoder.run_work(tenant, len(data), data, prepared)
+        # both hold the body, which may be as large as the document
         del data, prepared
         existed = self._documents.has_document(tenant, document_id)
         cached_tokens = await self._compute_document(document, tenant, request.receive)
@@ -78,8 +79,9 @@ class DocumentRoutes:
         await self._memory.store_document(tenant, entry)
         self._pin_document(entry, tenant)
         pinned = await self._pinned_soon(entry, tenant)
+        # the answer begins it: computing, writing and pinning may have taken minutes
         self._documents.restart_ttl(tenant, entry)
-        return _json(
+        return json_page(
             _document_card(entry, pinned, entry.ttl_s) | {"cached_tokens": cached_tokens}, 200 if existed else 201
         )
 
@@ -92,14 +94,14 @@ class DocumentRoutes:
             _document_card(document, tokens, self._remaining_s(document))
             for document, tokens in zip(documents, pinned, strict=True)
         ]
-        return _json({"object": "list", "data": cards})
+        return json_page({"object": "list", "data": cards})
 
     async def get_document(self, request: HttpRequest) -> Response:
         """``GET /v1/documents/{id}``."""
         tenant = request.scope[TENANT_KEY]
         document = self._documents.get_document(tenant, request.path_params["document_id"])
         (pinned,) = await self._pinned_tokens([document], tenant)
-        return _json(_document_card(document, pinned, self._remaining_s(document)))
+        return json_page(_document_card(document, pinned, self._remaining_s(document)))
 
     async def delete_document(self, request: HttpRequest) -> Response:
         """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
@@ -109,7 +111,7 @@ class DocumentRoutes:
         if isinstance(engine, PinningEngine):
             engine.unpin_prefix(document.handle, tenant)
         await self._memory.drop_document(tenant, document.document_id)
-        return _json({"id": document.document_id, "object": "document.deleted", "deleted": True})
+        return json_page({"id": document.document_id, "object": "document.deleted", "deleted": True})
 
     async def _compute_document(self, document: Document, tenant: str, receive: Receive) -> int:
         """Run the document through the model: its KV stays in the cache. Returns the tokens that were cached before."""
@@ -117,6 +119,7 @@ class DocumentRoutes:
             request_id=f"doc-{uuid.uuid4().hex}",
             prompt=document.tokens,
             sampling=SamplingParams(temperature=0.0),
+            # a prompt is computed for a token that is drawn; this one is thrown away
             stop=StopParams(max_tokens=1),
             tenant=tenant,
             session=document.handle,
@@ -181,10 +184,6 @@ def _document_card(document: Document, pinned_tokens: int | None, remaining_s: f
     }
 
 
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
 _PlannedTarget = tuple[PlannedHint, HintTarget | None, str]
 
 
@@ -199,7 +198,7 @@ class SessionRoutes:
         """``GET /v1/sessions``: the sessions with pinned KV, least recently used first."""
         sessions, now_ns = await self._named_sessions(request), time.monotonic_ns()
         cards = [_session_card(name, prefix, now_ns) for name, prefix in sessions]
-        return _json({"object": "list", "data": cards})
+        return json_page({"object": "list", "data": cards})
 
     async def delete_session(self, request: HttpRequest) -> Response:
         """``DELETE /v1/sessions/{name}``: its KV may be evicted from now on."""
@@ -211,7 +210,7 @@ class SessionRoutes:
         if isinstance(self._engine, PinningEngine):
             for handle in handles:
                 self._engine.unpin_prefix(handle, request.scope[TENANT_KEY])
-        return _json({"id": name, "object": "session.deleted", "deleted": True})
+        return json_page({"id": name, "object": "session.deleted", "deleted": True})
 
     async def _named_sessions(self, request: HttpRequest) -> Sequence[tuple[str, NamedPrefix]]:
         """The tenant's sessions by name."""
@@ -263,7 +262,7 @@ class HintRoutes:
             await asyncio.sleep(_POLL_S)
         answer = self._answer(tenant, body.message_id)
         shared.metrics.count_hints(answer["results"])
-        return _json(answer)
+        return json_page(answer)
 
     async def get_hints(self, request: HttpRequest) -> Response:
         """``GET /v1/kv_hints/{message_id}``: what became of an envelope, of a call or of a request."""
@@ -272,7 +271,7 @@ class HintRoutes:
             message = f"There are no hints {echo(message_id)!r}: they were never given, or are forgotten"
             raise ApiError(404, message, param="message_id", code="kv_hints_not_found")
         await self._update_results(tenant, message_id)
-        return _json(self._answer(tenant, message_id))
+        return json_page(self._answer(tenant, message_id))
 
     async def _update_results(self, tenant: str, message_id: str) -> bool:
         try:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.errors import bad_request, model_not_found
 from memserve.api.http.limits import TENANT_KEY, json_body
+from memserve.api.http.middleware import json_page
 from memserve.api.openai.endpoints import EndpointParts
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.request.messages import check_messages
@@ -73,7 +74,7 @@ class TokenRoutes:
         fields = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         info = {name: getattr(tokenizer, name, None) for name in fields}
         info |= {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self._shared.model.max_model_tokens}
-        return Response(msgspec.json.encode(info), media_type="application/json")
+        return json_page(info)
 
     def _tokenize_body(self, data: bytes) -> dict[str, Any]:
         body, encoder = parse_body(data, TokenizeBody), self._shared.encoder

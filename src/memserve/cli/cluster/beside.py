@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memserve.api.app import Application
     from memserve.api.http.limits import Edge
     from memserve.api.model_table import RelayedModels
-    from memserve.fleet.beside import RelayedFleet
+    from memserve.fleet.app import RelayedFleet
     from memserve.fleet.host import FleetHost
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ ENGINES = "engines"
 ENGINES_FLAG = "--engines-file"
 
 
-def fleet_host(
+def _fleet_host(
     options: FleetOptions,
     config: ClusterConfig,
     specs: Sequence[EngineSpec],
@@ -52,13 +52,13 @@ def fleet_host(
     return FleetHost(specs, config, identity_key=key, engine_key=engine_key, prefill_tokens=tokens, listed=listed)
 
 
-def following_host(options: FleetOptions, config: ClusterConfig, file: Path, router: str) -> FleetHost:
+def _following_host(options: FleetOptions, config: ClusterConfig, file: Path, router: str) -> FleetHost:
     """What looks at the engines that ``file`` lists, in the router of this name (``NAME-NUMBER``) beside the owner."""
-    listed = Followed([file], lambda: read_engines_file(file), "the engines", tells=False)
+    listed = Followed([file], lambda: _read_engines_file(file), "the engines", tells=False)
     # each router numbers engines in another order: of those that are equally good they choose different ones
     specs, number = listed.value(), router.rpartition("-")[2]
     turn = int(number) % max(1, len(specs)) if number.isdecimal() else 0
-    return fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed.value)
+    return _fleet_host(options, config, (*specs[turn:], *specs[:turn]), listed.value)
 
 
 def fleet_app(host: FleetHost, options: FleetOptions, http: HttpOptions, edge: Edge | None = None) -> Application:
@@ -81,9 +81,8 @@ def key_of(path: str | None) -> Followed[str] | None:
     return None if path is None else followed_key(Path(path))
 
 
-def tell_engines(host: FleetHost, file: Path) -> None:
+def _tell_engines(host: FleetHost, file: Path) -> None:
     """Write which engines ``host`` has into ``file``, now and whenever one joins or leaves."""
-
     _write_engines(file, list(host.specs.values()))
     host.on_engines_changed = partial(_write_engines, file)
 
@@ -101,8 +100,8 @@ def write_engines_of(http: HttpOptions) -> None:
         _write_engines(http.beside.file, http.beside.fleet.read_specs())
 
 
-def read_engines_file(file: Path) -> tuple[EngineSpec, ...]:
-    """What :func:`tell_engines` has written. Raises :class:`UserError` where the file cannot be read."""
+def _read_engines_file(file: Path) -> tuple[EngineSpec, ...]:
+    """What :func:`_tell_engines` has written. Raises :class:`UserError` where the file cannot be read."""
     try:
         return tuple(read_engine(line) for line in file.read_text(encoding="utf-8").splitlines())
     except OSError as error:
@@ -145,20 +144,21 @@ def open_beside(http: HttpOptions, edge: Edge) -> RelayedFleet | None:
     beside = http.beside
     if beside is None:
         return None
-    from memserve.fleet.beside import RelayedFleet, without_admission
+    from memserve.fleet.app import RelayedFleet, without_admission
 
-    host = _host_beside(beside, without_admission(beside.config))
+    host = host_of(beside, without_admission(beside.config))
     return RelayedFleet(host, fleet_app(host, beside.fleet, http, edge))
 
 
-def _host_beside(beside: EnginesBeside, config: ClusterConfig) -> FleetHost:
+def host_of(beside: EnginesBeside, config: ClusterConfig) -> FleetHost:
+    """What looks at the engines, by its owner's word or by that of the file, which the owner writes."""
     if beside.file is not None and beside.router:
-        host = following_host(beside.fleet, config, beside.file, beside.router)
+        host = _following_host(beside.fleet, config, beside.file, beside.router)
         host.owner_url = beside.owner_url
         return host
-    host = fleet_host(beside.fleet, config, beside.fleet.read_specs())
+    host = _fleet_host(beside.fleet, config, beside.fleet.read_specs())
     if beside.file is not None:
-        tell_engines(host, beside.file)
+        _tell_engines(host, beside.file)
     return host
 
 

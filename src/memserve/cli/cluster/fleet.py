@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import secrets
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,17 +21,21 @@ from memserve.base.config import ClusterConfig
 from memserve.base.deployment import Followers, StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
-from memserve.cli.cluster.beside import ENGINES, fleet_app, fleet_host, following_host, tell_engines
+from memserve.cli.cluster.beside import fleet_app, host_of, with_engines_file
 from memserve.cli.cluster.http import followers_at, listening, own_listener, serve_app
 from memserve.cli.cluster.picker import Endpoints
 from memserve.cli.credentials import read_secret
-from memserve.cli.flags import HttpOptions
+from memserve.cli.flags import EnginesBeside, HttpOptions
 from memserve.fleet.messages import FleetOptions, read_engine
 
 if TYPE_CHECKING:
     from memserve.fleet.host import FleetHost
 
 log = logging.getLogger(__name__)
+
+WITHOUT_MODEL = "without_model"
+"""In what a further router is told at its start: it has engines alone. Its command line does not say that: one without
+``--model`` is for the bundled one."""
 
 
 def refuse_members(config: ClusterConfig, store: StoreOptions | None, routers: int) -> None:
@@ -51,22 +53,21 @@ def refuse_members(config: ClusterConfig, store: StoreOptions | None, routers: i
         raise UserError("admission before other servers is one router's", hint=hint, param="routers")
 
 
-def run_fleet(
-    options: FleetOptions, http: HttpOptions, config: ClusterConfig, store: StoreOptions | None, routers: int
-) -> None:
-    """Bind, look at the engines, serve, drain; with further routers as children. Raises :class:`UserError` for wrong
-    options, as :func:`refuse_members` does."""
-    refuse_members(config, store, routers)
+def run_fleet(http: HttpOptions, beside: EnginesBeside, store: StoreOptions | None, routers: int) -> None:
+    """Bind, look at the engines of ``beside``, serve, drain; with further routers as children. Raises
+    :class:`UserError` for wrong options, as :func:`refuse_members` does."""
+    refuse_members(beside.config, store, routers)
     started = time.perf_counter()
-    host = fleet_host(options, config, options.read_specs())
-    with listening(http, is_shared=routers > 1) as listener, ExitStack() as stack:
-        listeners = [listener]
+    with ExitStack() as stack:
+        http = stack.enter_context(with_engines_file(http, None, is_shared=routers > 1))
+        beside = http.beside or beside
+        host = host_of(beside, beside.config)
+        listeners = [stack.enter_context(listening(http, is_shared=routers > 1))]
         on_end: Callable[[], None] = lambda: None  # noqa: E731  # as the further routers' below
         if routers > 1:
-            listeners.append(stack.enter_context(own_listener(http.server.host, listener)))
-            on_end = stack.enter_context(
-                _further_routers(host, options, followers_at(listeners, http, config), routers)
-            )
+            listeners.append(stack.enter_context(own_listener(http.server.host, listeners[0])))
+            followers = followers_at(listeners, http, beside.config)
+            on_end = stack.enter_context(_further_routers(followers, routers))
 
         def ready_lines() -> list[str]:
             views = host.machine.engine_views()
@@ -78,44 +79,31 @@ def run_fleet(
             lines += [f"{routers} routers; engines join and leave at {url.removesuffix('/v1')}" for url in urls[1:]]
             return lines
 
-        _serve_fleet(host, options, listeners, http, ready_lines, on_end)
+        _serve_fleet(host, beside.fleet, listeners, http, ready_lines, on_end)
 
 
-def run_further_router(
-    name: str, payload: Mapping[str, Any], http: HttpOptions, config: ClusterConfig, owner_url: str
-) -> None:
-    """A router beside that of :func:`run_fleet`, which has started it with ``payload`` under ``name``."""
-    file = Path(payload["engines_file"])
-    options = FleetOptions(**{**payload["fleet"], "engines": ()})
-    host = following_host(options, config, file, name)
-    host.owner_url = owner_url
+def run_further_router(http: HttpOptions, beside: EnginesBeside) -> None:
+    """A router beside that of :func:`run_fleet`, which has started it, and says in a file which engines there are."""
+    host = host_of(beside, beside.config)
     with listening(http, is_shared=True) as listener:
-        _serve_fleet(host, options, [listener], http, list)
+        _serve_fleet(host, beside.fleet, [listener], http, list)
 
 
 @contextmanager
-def _further_routers(
-    host: FleetHost, options: FleetOptions, followers: Followers, routers: int
-) -> Iterator[Callable[[], None]]:
-    """Routers of the same engines, kept alive as long as the block runs; what it is given begins their end. Which
-    engines there are, they read from a file that this one writes."""
+def _further_routers(followers: Followers, routers: int) -> Iterator[Callable[[], None]]:
+    """Routers of the same engines, kept alive as long as the block runs; what it is given begins their end."""
     from memserve.host.supervisor import ChildOrder, ChildStart, Supervisor
 
-    with tempfile.TemporaryDirectory(prefix="memserve-engines-") as folder:
-        file = Path(folder) / ENGINES
-
-        tell_engines(host, file)
-        payload = {**followers.keys, "engines_file": str(file), "fleet": dataclasses.asdict(options)}
-        flags = ("--join", "127.0.0.1:1", *followers.flags)  # the owner is asked for nothing
-        orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, routers + 1)]
-        start = ChildStart(secrets.token_hex(16), payload)
-        supervisor = Supervisor(orders, start, lambda name, how: log.error("%s has ended: %s", name, how))
-        supervisor.start()
-        supervisor.confirm_started()
-        try:
-            yield supervisor.begin_retiring
-        finally:
-            supervisor.close()
+    flags = ("--join", "127.0.0.1:1", *followers.flags)  # the owner is asked for nothing
+    orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, routers + 1)]
+    start = ChildStart(secrets.token_hex(16), {**followers.keys, WITHOUT_MODEL: True})
+    supervisor = Supervisor(orders, start, lambda name, how: log.error("%s has ended: %s", name, how))
+    supervisor.start()
+    supervisor.confirm_started()
+    try:
+        yield supervisor.begin_retiring
+    finally:
+        supervisor.close()
 
 
 def _serve_fleet(

@@ -27,11 +27,11 @@ from memserve.system.process import EndRequested, on_ending_signals, signals_rai
 
 if TYPE_CHECKING:
     from memserve.api.app import Application
-    from memserve.api.front import ModelFront
+    from memserve.api.front import ModelAdmin, ModelFront
     from memserve.api.http.limits import Edge
     from memserve.api.http.server import DrainedApp
+    from memserve.api.model_table import ModelPart, RelayedModels
     from memserve.api.openai.interfaces import ServingEngine
-    from memserve.fleet.beside import RelayedFleet
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.loader import LoadedModel
 
@@ -140,11 +140,12 @@ def serve_until_signal(
 ) -> None:  # fmt: skip
     """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
     app: DrainedApp
-    relayed: RelayedFleet | None = None
+    relayed: RelayedModels | None = None
     if http.beside is None:
         app, model = app_of(served.engine, served.model, source, adapters, http, served.folder, served.lora_folder)
     else:
-        app, model, relayed = _front_of_one(served, source, adapters, http)
+        app, model = _front_of_one(served, source, adapters, http)
+        relayed = app.table.relayed
     port = listeners[0].getsockname()[1]
 
     def ready_lines() -> list[str]:
@@ -162,21 +163,29 @@ def serve_until_signal(
 
 def _front_of_one(
     served: Served, source: str, adapters: tuple[Adapter, ...], http: opt.HttpOptions
-) -> tuple[ModelFront, LoadedModel | RemoteModel, RelayedFleet | None]:
+) -> tuple[ModelFront, LoadedModel | RemoteModel]:
     """One model, and those of other servers, behind one front."""
-    from memserve.api.front import ModelFront, ServerKeys
     from memserve.api.http.limits import Edge
     from memserve.api.metrics.http import ApiMetrics
-    from memserve.api.model_table import ModelPart, ModelTable
+    from memserve.api.model_table import ModelPart
 
     edge = Edge(http.limits, ApiMetrics())
     answering = served.engine, served.model, source, adapters, http
     app, model = app_of(*answering, lora_folder=served.lora_folder, edge=edge)
-    relayed = open_beside(http, edge)
-    table = ModelTable([ModelPart(model.name, app, source=source)], relayed)
+    return open_front([ModelPart(model.name, app, source=source)], http, edge, served.folder), model
+
+
+def open_front(
+    parts: Sequence[ModelPart], http: opt.HttpOptions, edge: Edge, batches_folder: Path | None = None,
+    admin: ModelAdmin | None = None,
+) -> ModelFront:  # fmt: skip
+    """What answers for ``parts``, and for the models of other servers that ``http`` names, whose fleet it opens."""
+    from memserve.api.front import ModelFront, ServerKeys
+    from memserve.api.model_table import ModelTable
+
+    table = ModelTable(parts, open_beside(http, edge))
     keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
-    front = ModelFront(table, edge, keys=keys, config=http.api, batches_folder=served.folder)
-    return front, model, relayed
+    return ModelFront(table, edge, keys=keys, config=http.api, batches_folder=batches_folder, admin=admin)
 
 
 def precision_lines(model: LoadedModel | RemoteModel, adapters: tuple[Adapter, ...]) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -31,10 +31,8 @@ from memserve.cli.output import print_lines, progress_bar
 from memserve.fleet.messages import EngineSpec, read_engine
 from memserve.system.process import die_with, ignore_terminal
 from memserve.system.secrets import Followed, Secret, follow_secret
+from memserve.transport.member_place import MemberPlace
 from memserve.transport.network_devices import address_towards, own_address, with_port
-
-if TYPE_CHECKING:
-    from memserve.host.instance import MemberOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +128,37 @@ def instance(
     opt.check_name(name or "")
     place = _place(model, join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
     if represented is not None:
-        _represent_engine(represented, engine, place, None)
+        _represent_engine(represented, engine, place)
         return
     _run_here(engine, place)
 
 
-def _run_here(engine: EngineOptions, place: MemberOptions) -> None:
+def _run_supervised(
+    engine: EngineOptions,
+    model: str,
+    join: str,
+    role: Role,
+    name: str,
+    link: str,
+    log_level: str,
+    represented: _Represented | None,
+) -> None:
+    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
+    with child_of_serve(join, name, log_level) as child:
+        place = MemberPlace(
+            name=name, role=role, join=(join,), secret=child.secret, host=child.host, link=link,
+            drain_s=child.startup_payload.get("drain_s", 0.0), is_supervised=True, outlive=child.outlive, model=model,
+        )  # fmt: skip
+        if represented is not None:
+            _represent_engine(represented, engine, place)
+        else:
+            from memserve.host.instance import run_instance
+
+            run_instance(engine, place, lambda: None)
+        _exit_immediately()
+
+
+def _run_here(engine: EngineOptions, place: MemberPlace) -> None:
     """Load the model, be a member, end the process."""
     started = time.perf_counter()
     print_lines(f"loading {engine.model} ...")
@@ -169,17 +192,13 @@ def _read_server(role: Role, server: str | None, key_file: Path | None) -> tuple
     return role, None
 
 
-def _represent_engine(server: _Represented, engine: EngineOptions, place: MemberOptions, outlive: Path | None) -> None:
+def _represent_engine(server: _Represented, engine: EngineOptions, place: MemberPlace) -> None:
     """Be a member for ``server``, with the tokenizer of the model that ``engine`` names."""
     import asyncio
 
     from memserve.fleet.members.host import EngineMemberOptions, EngineProcess
-    from memserve.journal.survivors import end_when_orphaned
-    from memserve.kv.identity import identity_key
     from memserve.model.loading.card import early_tokenizer
     from memserve.model.loading.sources import resolve_source
-    from memserve.system.process import HealthFile
-    from memserve.system.secrets import as_followed
 
     folder = resolve_source(engine.model, "float32", keep_file=engine.may_keep_file)
     tokenizer = early_tokenizer(folder)
@@ -189,50 +208,11 @@ def _represent_engine(server: _Represented, engine: EngineOptions, place: Member
         tokenizer = load_tokenizer(folder)
     key = Followed[str | None].of_constant(None) if server.key_file is None else followed_key(server.key_file)
     options = EngineMemberOptions(
-        server.spec,
-        place.name,
-        place.join,
-        place.secret,
-        identity_key(as_followed(place.secret).initial_value),
-        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        engine.block_tokens,
-        place.host,
-        place.port,
-        place.advertise,
-        place.drain_s,
-        place.model,
-        place.is_supervised,
-        HealthFile(place.health_file) if place.health_file is not None else None,
+        server.spec, lambda text: list(tokenizer.encode(text, add_special_tokens=False)), engine.block_tokens, place
     )
     member = EngineProcess(options, key, print_lines if not place.is_supervised else log.warning)
-    if outlive is not None:
-        end_when_orphaned(outlive, lambda: member.router)
+    place.end_when_orphaned(lambda: member.router)
     asyncio.run(member.run())
-
-
-def _run_supervised(
-    engine: EngineOptions,
-    model: str,
-    join: str,
-    role: Role,
-    name: str,
-    link: str,
-    log_level: str,
-    represented: _Represented | None,
-) -> None:
-    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
-    with child_of_serve(join, name, log_level) as child:
-        from memserve.host.instance import MemberOptions, run_instance
-
-        drain_s = child.startup_payload.get("drain_s", 0.0)
-        place = MemberOptions(
-            role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True, model=model
-        )
-        if represented is not None:
-            _represent_engine(represented, engine, place, child.outlive)
-        else:
-            run_instance(engine, place, lambda: None, outlive=child.outlive)
-        _exit_immediately()
 
 
 def _exit_immediately() -> None:
@@ -252,17 +232,14 @@ def _place(
     link: str,
     drain_s: float,
     health_file: Path | None,
-) -> MemberOptions:
-    from memserve.host.instance import MemberOptions
-
+) -> MemberPlace:
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
-    routers = [opt.split_address(address, "--join") for address in join.split(",")]
-    own_host, port = opt.split_address(advertise, "--advertise") if advertise else (own_address_to(routers[0][0]), 0)
-    return MemberOptions(
+    own_host, port = opt.split_address(advertise, "--advertise") if advertise else (own_host_to(join), 0)
+    return MemberPlace(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
-        join=tuple(f"tcp://{with_port(*router)}" for router in routers),
+        join=join_addresses(join),
         secret=follow_secret(secret_file),
         drain_s=drain_s,
         host=listen_host(own_host),
@@ -279,8 +256,14 @@ def listen_host(advertised: str) -> str:
     return own_address(advertised) or ("::" if ":" in advertised else "0.0.0.0")
 
 
-def own_address_to(router_host: str) -> str:
-    """The address of this host on the way to the router, found without sending anything."""
+def join_addresses(join: str) -> tuple[str, ...]:
+    """Where routers may be, ``tcp://host:port`` each, as ``--join`` names them."""
+    return tuple(f"tcp://{with_port(*opt.split_address(address, '--join'))}" for address in join.split(","))
+
+
+def own_host_to(join: str) -> str:
+    """The address of this host on the way to the first router of ``join``, found without sending anything."""
+    router_host, _ = opt.split_address(join.split(",")[0], "--join")
     try:
         return address_towards(router_host)
     except OSError as error:
@@ -288,7 +271,7 @@ def own_address_to(router_host: str) -> str:
         raise UserError(f"there is no route to {router_host}: {error.strerror or error}", hint=hint) from None
 
 
-def _print_ready(place: MemberOptions, started: float) -> None:
+def _print_ready(place: MemberPlace, started: float) -> None:
     seconds = time.perf_counter() - started
     print_lines(
         f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {', '.join(place.join)}",

@@ -159,7 +159,12 @@ class ClusterOptions:
     @property
     def instance_count(self) -> int:
         """Instances that this host runs."""
-        return self.prefill + self.decode + self.colocated
+        return sum(self.counts.values())
+
+    @property
+    def counts(self) -> dict[Role, int]:
+        """The same by role, in the order in which they start."""
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
 
     @property
     def at_most(self) -> ClusterOptions:
@@ -175,8 +180,8 @@ class ClusterOptions:
 
     def begins_with(self, order: ChildOrder) -> bool:
         """Whether ``order`` is one of those that are started at once."""
-        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
-        return order.role not in counts or int(order.name.removeprefix(self.name_prefix)[1:]) <= counts[order.role]
+        number = order.name.removeprefix(self.name_prefix)[1:]
+        return order.role not in self.counts or int(number) <= self.counts[order.role]
 
     @property
     def name_prefix(self) -> str:
@@ -425,15 +430,10 @@ def mailbox_at(
     return ZmqMailbox(self_peer, ListenAddress(secret, options.host, port=port), on_message, gives_way=gives_way)
 
 
-def _counts(options: ClusterOptions) -> dict[Role, int]:
-    """Instances of each role, in the order in which they start."""
-    return {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
-
-
 def workers_of(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
     """Of each instance."""
-    counts = _counts(options)
-    return [engine_options.parallel.for_role(role).worker_count for role, count in counts.items() for _ in range(count)]
+    parallel, counts = engine_options.parallel, options.counts
+    return [parallel.for_role(role).worker_count for role, count in counts.items() for _ in range(count)]
 
 
 def _all_workers(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
@@ -450,7 +450,7 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     gpus = len(devices_for(engine_options, options).gpus)
     if options.model_name:
         engine_options = dataclasses.replace(engine_options, model=f"{options.model_name}={engine_options.model}")
-    for role, count in _counts(options).items():
+    for role, count in options.counts.items():
         cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.role_caches(role))
         if count and gpus:
             refuse_on_gpu(engine_options)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
 from memserve.cli.flags import HttpOptions, split_address
-from memserve.fleet.messages import EngineKind, EngineSpec
+from memserve.fleet.messages import SILENCE_S, EngineKind, EngineSpec
 from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from memserve.protocol.peers import PeerInfo
 
 FLAG = "--endpoint-picker"
-SILENCE_S = 600.0
 _EVERYWHERE = ("0.0.0.0", "::")
 
 

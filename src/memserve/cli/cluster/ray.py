@@ -157,22 +157,21 @@ def members_plan(
     server = http.server
     common = ("--join", join, "--link", cluster.link, "--log-level", server.log_level, "--drain-s", str(server.drain_s))
     members, env, resources = {}, _environment(), cluster.placement.by_role()
-    most = cluster.at_most
-    instance_counts = {Role.PREFILL: most.prefill, Role.DECODE: most.decode, Role.COLOCATED: most.colocated}
-    for role in instance_counts:
+    most_counts = cluster.at_most.counts
+    for role in most_counts:
         role_options = dataclasses.replace(engine, caching=engine.caching and cluster.role_caches(role))
         try:
             role_options, resources[role.value] = as_reserved(role_options, role, resources[role.value])
         except UserError:
-            if instance_counts[role]:
+            if most_counts[role]:
                 raise
             continue  # `memserve scale` is told that this cluster has no such role
         words = ("instance", *common, "--role", role.value, *command_line_of(role_options))
         members[role.value] = ProcessOrder("", words, secret, server.drain_s, env=env)
     words = ("store", *common, *cluster.store.store_flags, "--kv-codec", engine.kv_codec)
     members[Role.STORE.value] = ProcessOrder("", words, secret, server.drain_s, env=env)
-    counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
-    counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}
+    counts = {role.value: count for role, count in cluster.counts.items()}
+    counts |= {Role.STORE.value: int(cluster.store.is_wanted)}
     counts = {role: count for role, count in counts.items() if role in members}
     return ClusterPlan(None, members, counts, resources, cluster.placement.cluster)
 

@@ -23,9 +23,9 @@ from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.fleet import run_further_router
+from memserve.cli.cluster.fleet import WITHOUT_MODEL, run_further_router
 from memserve.cli.cluster.http import Served, serve_until_signal
-from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_address_to
+from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, join_addresses, listen_host, own_host_to
 from memserve.cli.cluster.models import Models, NamedModel, read_models, slug_of
 from memserve.cli.cluster.several import FollowedModel, serve_followed
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
@@ -33,7 +33,8 @@ from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
 from memserve.model.loading.lora import read_adapters
 from memserve.system.process import EndRequested, signals_raise
-from memserve.system.secrets import GivenKeys, Secret, as_followed, follow_secret
+from memserve.system.secrets import GivenKeys, follow_secret
+from memserve.transport.member_place import MemberPlace
 from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
@@ -67,26 +68,16 @@ _TOLD_EVERY_S = 2.0
 """Until it is said again what it waits for."""
 
 
-@dataclass(frozen=True, slots=True)
-class FollowerOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowerOptions(MemberPlace):
     """A router's place in a cluster."""
 
-    name: str
-    join: tuple[str, ...]
-    """Where the owner may be, ``tcp://host:port`` each."""
-    secret: Secret
+    role: Role = Role.ROUTER
     config: ClusterConfig
-    host: str
-    """Where its mailbox listens."""
     owner_url: str = ""
     """Where clients find the owner; empty: not known."""
-    advertise: str | None = None
-    model: str = ""
-    """The name of the model whose cluster it joins, where the owner has several; empty: the first."""
     http_at: str = ""
     """Where clients find it, ``http://host:port``; empty: where they find the owner."""
-    outlive: Path | None = None
-    """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
 
 
 @opt.grouped
@@ -127,11 +118,10 @@ def router(
     opt.check_name(name or "")
     if cluster_secret_file is None:
         raise UserError("a router needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
-    owners = [opt.split_address(address, "--join") for address in join.split(",")]
-    own_host = advertise or own_address_to(owners[0][0])
+    own_host = advertise or own_host_to(join)
     place = FollowerOptions(
         name=name or f"router-{socket.gethostname()}-{os.getpid()}",
-        join=tuple(f"tcp://{with_port(*owner)}" for owner in owners),
+        join=join_addresses(join),
         secret=follow_secret(cluster_secret_file),
         config=cluster,
         host=listen_host(own_host),
@@ -159,12 +149,16 @@ def _run_supervised(
 ) -> None:
     """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
-        place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
+        place = FollowerOptions(
+            name=name, join=(join,), secret=child.secret, config=cluster, host=child.host, owner_url=owner_url,
+            outlive=child.outlive,
+        )  # fmt: skip
         keys = (GivenKeys.from_payload(child.startup_payload[name]) for name in ("api_keys", "metrics_keys"))
-        if "fleet" in child.startup_payload:
-            run_further_router(name, child.startup_payload, http(*keys), cluster, owner_url)
-            return
-        run_follower(models, place, http(*keys), lambda line: None)
+        served = http(*keys)
+        if WITHOUT_MODEL in child.startup_payload and served.beside is not None:
+            run_further_router(served, served.beside)
+        else:
+            run_follower(models, place, served, lambda line: None)
 
 
 def run_follower(
@@ -236,38 +230,21 @@ def running_router(
     """A router that the owner has accepted and that hears an instance, as long as the block runs. Raises
     :class:`UserError` when the owner does not answer, or refuses it."""
     from memserve.host.router import RouterEngine
-    from memserve.journal.survivors import end_when_orphaned
-    from memserve.kv.identity import identity_key
     from memserve.model.loading.card import import_tokenizers
     from memserve.protocol.peers import Peer, PeerInfo
     from memserve.router.follower import NO_KV, Follower
     from memserve.system.memory import objects_that_stay
     from memserve.system.process import new_generation
     from memserve.transport.mailbox import ZmqMailbox
-    from memserve.transport.request_server import ListenAddress
 
     self_peer = Peer(place.name, new_generation())
     info = PeerInfo(self_peer, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid(), model=place.model,
                     http_at=place.http_at)  # fmt: skip
-    machine = Follower(
-        info,
-        place.join,
-        place.config,
-        MemberConfig(),
-        identity_key=identity_key(as_followed(place.secret).initial_value),
-    )
-    router = RouterEngine(
-        machine,
-        lambda on_message: ZmqMailbox(
-            self_peer,
-            ListenAddress(place.secret, place.host, advertise=place.advertise),
-            on_message,
-            gives_way=place.outlive is None,
-        ),
-    )
+    machine = Follower(info, place.join, place.config, MemberConfig(), identity_key=place.identity_key)
+    gives_way = place.outlive is None
+    router = RouterEngine(machine, lambda on_message: ZmqMailbox(self_peer, place, on_message, gives_way=gives_way))
     router.owner_url = place.owner_url
-    if place.outlive is not None:
-        end_when_orphaned(place.outlive, lambda: machine.member.router)
+    place.end_when_orphaned(lambda: machine.member.router)
     try:
         with objects_that_stay():
             import_tokenizers()

@@ -102,9 +102,9 @@ def serve(
     beside = opt.EnginesBeside(fleet.relays, cluster) if fleet.relays.are_given else None
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api, beside)
     shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
-    if is_fleet:
+    if is_fleet and beside is not None:
         has_instances = in_process or any(option is not None for option in shape_options)
-        run_fleet(fleet, http, cluster, None if has_instances else store, routers)
+        run_fleet(http, beside, None if has_instances else store, routers)
         return
     models = read_models(model or [], engine, (prefill, decode, colocated), store)
     engines = EngineMembers.of_models(fleet, [model.name for model in models], standalone=in_process)

@@ -20,12 +20,13 @@ from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.cli import flags as opt
-from memserve.cli.cluster.beside import engine_lines, open_beside, with_engines_file
+from memserve.cli.cluster.beside import engine_lines, with_engines_file
 from memserve.cli.cluster.http import (
     app_of,
     followers_at,
     listening,
     lora_folder_of,
+    open_front,
     own_listener,
     precision_lines,
     ready_text,
@@ -99,8 +100,7 @@ def run_models(
     cluster. ``place``: where all keep their records.
 
     Raises :class:`UserError`: for wrong options before anything is loaded."""
-    from memserve.api.front import ModelAdmin, ModelFront, ServerKeys
-    from memserve.api.model_table import ModelTable
+    from memserve.api.front import ModelAdmin
 
     _check_options(models, http, options := plan(models[0]))
     started, file = time.perf_counter(), http.server.admin_key_file
@@ -113,17 +113,14 @@ def run_models(
             listeners.append(stack.enter_context(own_listener(http.server.host, listeners[0])))
         running = stack.enter_context(ModelSet(engine, _with_followers(plan, models, http, listeners), http, place))
         running.open_models(models)
-        keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
         admin = None if admin_key is None else ModelAdmin(running, admin_key, http.server.drain_s)
-        relayed = open_beside(http, running.edge)
-        table, folder = ModelTable(running.parts, relayed), running.batches_folder
-        front = ModelFront(table, running.edge, keys=keys, config=http.api, batches_folder=folder, admin=admin)
+        front = open_front(running.parts, http, running.edge, running.batches_folder, admin)
         url = http.api_url(listeners[0].getsockname()[1])
 
         def ready_lines() -> list[str]:
             seconds, needs_key = time.perf_counter() - started, http.api_keys.are_given
-            own_names = [part.name for part in table.parts]
-            return [ready_text(own_names, url, seconds, needs_key), *running.lines, *engine_lines(relayed)]
+            ready = ready_text([part.name for part in front.table.parts], url, seconds, needs_key)
+            return [ready, *running.lines, *engine_lines(front.table.relayed)]
 
         routers = OwnRouters(options.host, running.router_urls)
         endpoints = routers.endpoints(http, listeners[0].getsockname()[1])
@@ -161,10 +158,9 @@ def serve_followed(
     models: Sequence[FollowedModel], listener: socket.socket, http: opt.HttpOptions, started: float
 ) -> None:
     """Answer for all ``models``, beside their owner, until a signal asks for the end."""
-    from memserve.api.front import ModelFront, ServerKeys
     from memserve.api.http.limits import Edge
     from memserve.api.metrics.http import ApiMetrics
-    from memserve.api.model_table import ModelPart, ModelTable
+    from memserve.api.model_table import ModelPart
 
     edge = Edge(http.limits, ApiMetrics())
     parts = []
@@ -172,14 +168,12 @@ def serve_followed(
         model, http_of = followed.model, _named_http(http, followed.model.name)
         app, _ = app_of(followed.engine, followed.card, model.engine.model, followed.adapters, http_of, edge=edge)
         parts.append(ModelPart(model.name, app, source=model.text))
-    keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
-    table, url = ModelTable(parts, open_beside(http, edge)), http.api_url(listener.getsockname()[1])
-    front = ModelFront(table, edge, keys=keys, config=http.api)
+    front, url = open_front(parts, http, edge), http.api_url(listener.getsockname()[1])
 
     def ready_lines() -> list[str]:
         seconds = time.perf_counter() - started
         text = ready_text([part.name for part in parts], url, seconds, http.api_keys.are_given)
-        return [text, *engine_lines(table.relayed)]
+        return [text, *engine_lines(front.table.relayed)]
 
     serve_app(front, [listener], http, ready_lines, lambda: None)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -21,12 +22,11 @@ from memserve.base.types import KV_CODECS, check_kv_codec
 from memserve.base.units import human_bytes, parse_bytes
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.instance import child_of_serve, listen_host, own_address_to
+from memserve.cli.cluster.instance import child_of_serve, join_addresses, listen_host, own_host_to
 from memserve.cli.credentials import StoreSecretFile
 from memserve.cli.output import print_lines
 from memserve.store.host.files import store_secret, stored_secret, with_absolute_folders
 from memserve.system.secrets import Secret, as_followed, follow_secret
-from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
     from memserve.protocol.store import StoreEntry
@@ -263,7 +263,7 @@ def store(
     name = name or f"store-{socket.gethostname()}"
     opt.check_name(name)
     if supervised:
-        _run_supervised(options, join, name, link, drain_s, log_level, kv_codec, model)
+        _run_supervised(options, join or "", name, link, drain_s, log_level, kv_codec, model)
         return
     if listen is None and join is None:
         hint = "--listen 127.0.0.1:7100 for clients, or --join HOST:PORT for a cluster, or both"
@@ -279,7 +279,7 @@ def store(
 
 def _run_supervised(
     options: StoreOptions,
-    join: str | None,
+    join: str,
     name: str,
     link: str,
     drain_s: float,
@@ -288,11 +288,12 @@ def _run_supervised(
     model: str,
 ) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
-    with child_of_serve(join or "", name, log_level) as child:
+    with child_of_serve(join, name, log_level) as child:
         from memserve.store.host.process import run_store
 
         place = _place(options, join, name, None, child.secret, link, drain_s, kv_codec, model, child.host)
-        run_store(place, lambda run: None, is_supervised=True, outlive=child.outlive)
+        place = dataclasses.replace(place, is_supervised=True, outlive=child.outlive)
+        run_store(place, lambda run: None)
         logging.shutdown()
 
 
@@ -321,11 +322,10 @@ def _place(
 ) -> StorePlace:
     from memserve.store.host.process import StorePlace
 
-    routers = [opt.split_address(address, "--join") for address in join.split(",")] if join else []
     if options.address is not None:
         host, port = opt.split_address(options.address, "--listen")
     else:
-        host, port = own_host or own_address_to(routers[0][0]), 0
+        host, port = own_host or own_host_to(join or ""), 0
     store_secret(options, as_followed(secret).initial_value, print_lines)
     return StorePlace(
         name=name,
@@ -335,7 +335,7 @@ def _place(
         folders=options.folders,
         disks=disks_config(options, kv_codec),
         secret=secret,
-        join=tuple(f"tcp://{with_port(*router)}" for router in routers),
+        join=join_addresses(join) if join else (),
         advertise=advertise,
         link=link,
         drain_s=drain_s,

@@ -106,6 +106,7 @@ def read_head(message: Any) -> RequestHead:
     if message.WhichOneof("request") != "request_headers":
         raise bad_request("A stream of external processing begins with the headers of a request")
     fields = message.request_headers.headers.headers
+    # reversed: of a name that comes twice the first one stays, as servers have it
     headers = {field.key.lower(): _text_of(field) for field in reversed(fields)}
     modes = BodyMode.PIECES, BodyMode.PIECES  # which the protocol asks for
     if message.HasField("protocol_config"):
@@ -187,6 +188,7 @@ def picked(head: RequestHead, pick: Pick, body: bytes, *, has_trailers: bool) ->
     sent_body = body if pick.body is None else pick.body
     if pick.body is not None:
         headers["content-length"] = str(len(sent_body))
+    # a route may be chosen by the headers that are set here: it has to be looked for anew
     common = CommonResponse(header_mutation=_mutation(headers), clear_route_cache=True)
     if head.body is BodyMode.WHOLE and not head.ends:
         if pick.body is not None:

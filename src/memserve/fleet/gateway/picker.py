@@ -189,6 +189,7 @@ class GatewayRequest:
         try:
             decision = await self._choose(head, tenant, lease)
         finally:
+            # the gateway keeps the body: here it was read for the choice alone
             lease.release_bytes()
         has_reason = head.headers.get(EXPLAIN_HEADER.decode(), "").lower() in ("1", "true", "yes")
         reasons = [explanation(decision, {})] if has_reason else []
@@ -214,9 +215,11 @@ class GatewayRequest:
         allowed = await picker.allowed_engines(head.subset)
         prompt = replace(prompt, engines=allowed, is_handed_out=True)
         ticket = self._ticket = picker.host.submit_prompt(prompt)
+        # a stream that ends before it has an endpoint: nothing waits for the choice any more
         self._inbox.watch(lambda: ticket.end_request(ClientGone()))
         call = CallRequest(head.path, _prefill_headers(head, picker.key_headers()), body, picker.silence_s)
         attempts = Attempts(picker.host, ticket, call, picker.edge.metrics)
+        # no gateway would do that: it sends a request once. So the picker has the prompt computed itself
         while isinstance(decision := await attempts.next_decision(), Prefill):
             await attempts.compute_prompt(decision)
         new_body = attempts.request.body if attempts.request.body is not body else None
@@ -246,6 +249,7 @@ class GatewayRequest:
             if path == RESPONSES:
                 refuse_stored(fields, tenant)
             return await self._picker.prompts.read_prompt(path, fields, tenant)
+        # of no model and no text: any engine may have it, and it counts as load all the same
         request = Request(uuid4().hex, np.zeros(1, np.int32), stop=StopParams(OUTPUT_TOKENS_USUAL), tenant=tenant)
         return PromptArrived(request, "", PromptSpace.TEXT, may_split=False)
 
@@ -283,11 +287,13 @@ class GatewayRequest:
         if kind == "response_headers":
             first = self._ticket.engine = next(iter(self._names.values()))
             status, name = read_status(message), self._names.get(read_served(message))
+            # a fallback has answered: the load is its, and the first one has failed this request
             if name is not None and name != first:
                 self._ticket.engine = name
                 self._picker.host.post_event(AnsweredElsewhere(request_id, name))
             self._is_cut = status >= 300 and is_failure(status)
             self._has_begun = self._is_cut
+        # only answers end a request: its own trailers come before there is one
         part = getattr(message, kind)
         has_bytes = kind == "response_body" and bool(part.body)
         # an engine may send its headers before it computes: what it has computed begins with the first bytes

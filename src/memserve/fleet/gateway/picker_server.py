@@ -72,6 +72,7 @@ class PickerServer:
         self._health = health.aio.HealthServicer()
         add_ExternalProcessorServicer_to_server(_Processor(self._picker), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        # before the port is open: the first watcher must not hear that nothing is known
         await self._report_health()
         try:
             self._listen()
@@ -103,8 +104,10 @@ class PickerServer:
         self._picker.draining = True
         for task in self._tasks:
             task.cancel()
+        # watchers look elsewhere from now on, while what is under way here goes on
         await self._report_health()
         waited_s = 0.0 if self._drains_since_s is None else time.monotonic() - self._drains_since_s
+        # what has passed since the signal counts: the whole end takes one drain
         await self._server.stop(max(END_S, self._drain_s - waited_s))
         if self._runs_host:
             await self._picker.host.close()
@@ -175,11 +178,13 @@ class WithPicker:
 
         async def receive_event() -> Any:
             event = await receive()
+            # the picker first: what gateways have under way needs the application's engines
             if event["type"] == "lifespan.shutdown":
                 await self._server.stop()
             return event
 
         async def send_event(event: Any) -> None:
+            # behind the application: gateways may ask as soon as the port is open
             if event["type"] == "lifespan.startup.complete":
                 try:
                     await self._server.start()

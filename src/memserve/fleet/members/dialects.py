@@ -150,6 +150,32 @@ def _logprob(value: Any) -> float:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else -9999.0
 
 
+def _sampling_fields(call: SequenceCall) -> dict[str, Any]:
+    """What all three call the same."""
+    sampling = call.request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+
+
+def _token_fields(call: SequenceCall) -> dict[str, Any]:
+    """What vLLM and SGLang, which has it from vLLM, call the same besides."""
+    fields: dict[str, Any] = {
+        "repetition_penalty": call.request.sampling.repetition_penalty,
+        "stop_token_ids": list(call.request.stop.stop_token_ids),
+        "ignore_eos": True,  # those that end it are among the stop tokens
+        "skip_special_tokens": False,
+    }
+    if bias := call.request.sampling.logit_bias:
+        fields["logit_bias"] = {str(token): value for token, value in bias}
+    return _sampling_fields(call) | fields
+
+
 class _Vllm:
     path, tokenize_path = "/v1/completions", "/tokenize"
 
@@ -157,8 +183,8 @@ class _Vllm:
         return ""
 
     def body(self, call: SequenceCall) -> bytes:
-        request, sampling = call.request, call.request.sampling
-        fields: dict[str, Any] = {
+        sampling = call.request.sampling
+        fields: dict[str, Any] = _token_fields(call) | {
             "model": call.model,
             "prompt": call.prompt,
             "stream": True,
@@ -166,21 +192,9 @@ class _Vllm:
             "return_token_ids": True,
             "max_tokens": call.tokens_left,
             "min_tokens": call.tokens_least,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(request.stop.stop_token_ids),
-            "ignore_eos": True,  # those that end it are among the stop tokens
-            "skip_special_tokens": False,
         }
         if sampling.temperature > 0:
             fields["seed"] = call.seed
-        if sampling.logit_bias:
-            fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
         if sampling.allowed_token_ids:
             fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
         if sampling.logprobs is not None:
@@ -248,23 +262,12 @@ class _Sglang:
         return "it does not draw from a list of tokens" if call.request.sampling.allowed_token_ids else ""
 
     def body(self, call: SequenceCall) -> bytes:
-        request, sampling = call.request, call.request.sampling
-        parameters: dict[str, Any] = {
+        sampling = call.request.sampling
+        parameters: dict[str, Any] = _token_fields(call) | {
             "max_new_tokens": call.tokens_left,
             "min_new_tokens": call.tokens_least,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(request.stop.stop_token_ids),
-            "ignore_eos": True,
-            "skip_special_tokens": False,
         }
-        if sampling.logit_bias:
-            parameters["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
         fields: dict[str, Any] = {"input_ids": call.prompt, "stream": True, "sampling_params": parameters}
         if sampling.logprobs is not None:
             fields |= {"return_logprob": True, "logprob_start_len": -1, "top_logprobs_num": sampling.logprobs}
@@ -321,17 +324,11 @@ class _LlamaCpp:
 
     def body(self, call: SequenceCall) -> bytes:
         request, sampling = call.request, call.request.sampling
-        fields: dict[str, Any] = {
+        fields: dict[str, Any] = _sampling_fields(call) | {
             "prompt": call.prompt,
             "stream": True,
             "return_tokens": True,
             "n_predict": call.tokens_left,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
             "repeat_penalty": sampling.repetition_penalty,
             "repeat_last_n": -1,  # penalties look at all tokens, as those of the other engines
             "seed": call.seed,

@@ -22,7 +22,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import msgspec
 
@@ -31,7 +30,7 @@ from memserve.base.config import MemberConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, Role
 from memserve.base.units import MIB, NS_PER_S, ns_from_s
-from memserve.fleet.engine_client import LOOK_S, EngineClient
+from memserve.fleet.engine_client import LOOK_EVERY_S, LOOK_S, EngineClient, context_of, slot_context
 from memserve.fleet.members.dialects import END_OF_STREAM, Dialect, SequenceCall, dialect_of, event_data
 from memserve.fleet.members.events import (
     Actions,
@@ -70,15 +69,14 @@ from memserve.protocol.messages import AnyMessage, RequestRefused, Tokens
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.router.follower import NO_KV
 from memserve.system.memory import resident_bytes
-from memserve.system.process import HealthFile, HealthState, SignalCounter, ending_signals, new_generation
-from memserve.system.secrets import Followed, Secret
+from memserve.system.process import HealthState, SignalCounter, ending_signals, new_generation
+from memserve.system.secrets import Followed
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.member_place import MemberPlace, health_of, next_incarnation
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
 SILENT_S = 5.0
 """An engine that does not answer for so long is given up."""
 CALL_SILENCE_S = 120.0
@@ -103,27 +101,11 @@ class EngineMemberOptions:
     """An engine's place in a cluster."""
 
     spec: EngineSpec
-    name: str
-    join: tuple[str, ...]
-    """Where the router's mailbox may be, ``tcp://host:port`` each."""
-    secret: Secret
-    """The cluster's."""
-    identity_key: bytes
-    """From that secret."""
     tokenize: Callable[[str], list[int]]
     """The cluster's tokenizer: names of special tokens are those, and nothing is put before the text."""
     block_tokens: int
     """Of the cluster's instances."""
-    host: str = "127.0.0.1"
-    """Where its mailbox listens."""
-    port: int = 0
-    advertise: str | None = None
-    drain_s: float = 0.0
-    model: str = ""
-    """The name of the model, where the cluster has several; empty: the first."""
-    is_supervised: bool = False
-    """A ``memserve serve`` on this host has started it, and ends it."""
-    health_file: HealthFile | None = None
+    place: MemberPlace
 
 
 class EngineProcess:
@@ -139,6 +121,7 @@ class EngineProcess:
         self.options, self._dialect, self._key, self._say = options, dialect, key, say
         self.client = EngineClient(key, lambda event: self._post_if_member(event))
         self._membership: _Membership | None = None
+        self._health = options.place.open_health()
         self._counter = SignalCounter()
         self._ends = asyncio.Event()
 
@@ -156,18 +139,18 @@ class EngineProcess:
                 terms = await self._wait_until_well()
                 if terms is None:
                     return
-                self._membership = _Membership(self.options, terms, self._dialect, self.client, self._key)
+                self._membership = _Membership(self, terms, self._dialect, self._key)
                 is_over = await self._membership.run(self._on_joined)
                 self._membership = None
                 if is_over:
                     return
         finally:
             self.client.close()
-            if self.options.health_file is not None:
-                self.options.health_file.remove_file()
+            if self._health is not None:
+                self._health.remove_file()
 
     def _on_joined(self) -> None:
-        self._say(f"{self.options.spec.name} is a member of {', '.join(self.options.join)}")
+        self._say(f"{self.options.spec.name} is a member of {', '.join(self.options.place.join)}")
 
     def _post_if_member(self, event: EngineMemberEvent) -> None:
         if self._membership is not None:
@@ -175,7 +158,7 @@ class EngineProcess:
 
     def _follow_signals(self) -> None:
         loop = asyncio.get_running_loop()
-        signals = [signal.SIGTERM] if self.options.is_supervised else ending_signals()
+        signals = [signal.SIGTERM] if self.options.place.is_supervised else ending_signals()
         for sig in signals:
             loop.add_signal_handler(sig, self._on_signal, int(sig))
 
@@ -183,9 +166,13 @@ class EngineProcess:
         if not self._counter.count_signal(sig):
             return
         self._ends.set()
-        patience_s = self.options.drain_s if self._counter.count == 1 else 0.0
         if self._membership is not None:
-            self._membership.leave(patience_s, self._counter.names[-1])
+            self._membership.leave(self._counter.patience_s(self.options.place.drain_s), self._counter.names[-1])
+
+    def write_health(self, state: HealthState) -> None:
+        """Where it has been given a file for that."""
+        if self._health is not None:
+            self._health.write_state(state)
 
     # -- before it is a member
 
@@ -199,29 +186,29 @@ class EngineProcess:
                 if fault.reason != reason:
                     reason = fault.reason
                     self._say(f"waiting for {spec.name}: {reason}")
-            if self.options.health_file is not None:
-                self.options.health_file.write_state(HealthState.OUTSIDE)
+            self.write_health(HealthState.OUTSIDE)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ends.wait(), LOOK_EVERY_S)
         return None
 
     async def _read_terms(self) -> EngineTerms:
-        options = self.options
-        report = await self.client.read_report(options.spec)
-        model = engine_model(report, options.spec)
+        options, spec = self.options, self.options.spec
+        report = await self.client.read_report(spec)
+        model = engine_model(report, spec)
         context_tokens = await self._read_context(model)
         await self._check_tokenizer(model)
-        return EngineTerms(options.spec, model, context_tokens, options.identity_key, options.block_tokens)
+        return EngineTerms(spec, model, context_tokens, options.place.identity_key, options.block_tokens)
 
     async def _read_context(self, model: str) -> int:
         """The longest sequence that the engine runs."""
         spec = self.options.spec
         status, page = await self.client.fetch_page(spec, "GET", "/v1/models", b"", LOOK_S)
-        tokens = _context_in(page, model) if status == 200 else None
-        if tokens is None:
+        # vLLM and SGLang say it beside the model's name, llama.cpp of its slots
+        tokens = context_of(page, model) if status == 200 else 0
+        if not tokens:
             status, page = await self.client.fetch_page(spec, "GET", "/props", b"", LOOK_S)
-            tokens = _slot_context(page) if status == 200 else None
-        if tokens is None:
+            tokens = slot_context(page) if status == 200 else 0
+        if not tokens:
             raise HttpFault("it does not say how long its context is")
         return tokens
 
@@ -233,27 +220,21 @@ class EngineProcess:
             if status != 200:
                 raise HttpFault(f"its {dialect.tokenize_path} says {status}: whether its tokens are ours is not known")
             if _tokens_in(page) != self.options.tokenize(text):
-                own_name = self.options.model or "the model"
+                own_name = self.options.place.model or "the model"
                 raise HttpFault(f"it has another tokenizer than {own_name}: it serves another model")
 
 
 class _Membership:
     """From joining to leaving, once."""
 
-    def __init__(
-        self,
-        options: EngineMemberOptions,
-        terms: EngineTerms,
-        dialect: Dialect,
-        client: EngineClient,
-        key: EngineKey,
-    ) -> None:
-        self._options, self._dialect, self._client, self._key = options, dialect, client, key
+    def __init__(self, process: EngineProcess, terms: EngineTerms, dialect: Dialect, key: EngineKey) -> None:
+        self._process, self._dialect, self._key = process, dialect, key
+        self._options, self._client = process.options, process.client
+        self._place = process.options.place
         self._loop = asyncio.get_running_loop()
-        self_peer = Peer(options.name, new_generation())
+        self_peer = Peer(self._place.name, new_generation())
         self._engine = EngineMember(terms, dialect, self_peer)
-        listen_address = ListenAddress(options.secret, options.host, options.advertise, options.port)
-        self._mailbox = ZmqMailbox(self_peer, listen_address, self._on_message)
+        self._mailbox = ZmqMailbox(self_peer, self._place, self._on_message)
         self._mailbox.read_in(self._loop)
         self._terms = terms
         self._member: MemberMachine | None = None  # until the engine's first report
@@ -275,7 +256,7 @@ class _Membership:
         self._on_joined = on_joined
         try:
             report = await self._client.read_report(self._options.spec)
-            self._member = MemberMachine(self._describe(report), self._options.join, MemberConfig())
+            self._member = MemberMachine(self._describe(report), self._place.join, MemberConfig())
             self.post_event(ReportRead(report))
             self._perform_member(self._member.start(time.monotonic_ns()))
             self._tasks = [asyncio.create_task(self._poll_engine())]
@@ -314,6 +295,7 @@ class _Membership:
             self._mailbox.address,
             "",
             NO_KV,
+            # so many blocks as an instance would have: routers reserve in these
             tokens // self._options.block_tokens,
             0,
             self._terms.context_tokens,
@@ -321,7 +303,7 @@ class _Membership:
             host_id=this_host(),
             pid=os.getpid(),
             publishes_events=bool(spec.events),
-            model=self._options.model,
+            model=self._place.model,
         )
 
     # -- the two machines
@@ -353,9 +335,10 @@ class _Membership:
                 case RemovePeer(peer):
                     self._mailbox.disconnect(peer)
                 case ReadLoad(with_stats):
+                    # not at once: the machine is in the middle of the actions of one event
                     self._loop.call_soon(self._post_load, with_stats)
-                case ChangeGeneration(_, _, generation_min):
-                    self._loop.call_soon(partial(self._change_generation, generation_min))
+                case ChangeGeneration():
+                    self._loop.call_soon(self._change_generation, action)
                 case Joined():
                     self._on_joined()
                 case LogWarning(text):
@@ -372,14 +355,12 @@ class _Membership:
             )
             reading = replace(reading, stats=own_stats.encode())
         self._post_member(reading)
-        health_file = self._options.health_file
-        if health_file is not None and self._member is not None:
-            is_member = self._member.router is not None
-            health_file.write_state(HealthState.MEMBER if is_member else HealthState.OUTSIDE)
+        if self._member is not None:
+            self._process.write_health(health_of(self._member))
 
-    def _change_generation(self, generation_min: int) -> None:
+    def _change_generation(self, order: ChangeGeneration) -> None:
         assert self._member is not None
-        self_peer = Peer(self._options.name, max(generation_min, new_generation()))
+        self_peer = next_incarnation(self._engine.self_peer, order)
         self.post_event(GenerationBegun(self_peer))
         self._mailbox.restart_as(self_peer)
         self._post_member(GenerationChanged(msgspec.structs.replace(self._member.info, peer=self_peer)))
@@ -413,6 +394,7 @@ class _Membership:
             self._timer.cancel()
             self._timer = None
         if due_ns is not None and not self._left.is_set():
+            # a deadline that is over already must not turn the loop without a pause
             in_s = max(0.001, (due_ns - time.monotonic_ns()) / NS_PER_S)
             self._timer = self._loop.call_later(in_s, self._on_time)
 
@@ -426,10 +408,12 @@ class _Membership:
     async def _poll_engine(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            # replays end, and this lives for months
             self._tasks = [task for task in self._tasks if not task.done()]
             try:
                 report = await self._client.read_report(self._options.spec)
             except HttpFault as fault:
+                # a closed port is certain; a page that is late may be the load
                 if fault.refuses or time.monotonic() - self._answered_s >= SILENT_S:
                     log.warning("%s is lost: %s", self._options.spec.name, fault.reason)
                     self._engine_lost = True
@@ -452,9 +436,11 @@ class _Membership:
                 await self._post_refusal(call_id, http_call)
                 return
             async for data in event_data(http_call.body_pieces(CALL_SILENCE_S)):
+                # bytes of an answer are a sign of life, too: under load the engine's pages come late
                 self._answered_s = time.monotonic()
                 if (piece := read(data)) is not None:
                     self.post_event(PieceArrived(call_id, piece))
+            # vLLM's last piece waits for the usage behind it, which may not have come
             if (piece := read(END_OF_STREAM)) is not None:
                 self.post_event(PieceArrived(call_id, piece))
             self.post_event(CallBroke(call_id, "its stream ended too early"))  # nothing, where it had ended
@@ -469,6 +455,7 @@ class _Membership:
 
     async def _post_refusal(self, call_id: int, http_call: HttpCall) -> None:
         text = (await http_call.read_body(REFUSAL_BYTES_MAX, CALL_SILENCE_S)).decode("utf-8", "replace")
+        # these three are of the moment: too late, too early, too much
         is_final = 400 <= http_call.status < 500 and http_call.status not in (408, 425, 429)
         self.post_event(CallBroke(call_id, f"it said {http_call.status}: {text[:200]}", is_final))
 
@@ -485,22 +472,6 @@ def engine_model(report: EngineReport, spec: EngineSpec) -> str:
         shown = ", ".join(list(report.models)[:8]) or "none"
         raise HttpFault(f"it serves {shown}, and not {spec.model!r} (start it with that --served-model-name)")
     return bases[0]
-
-
-def _context_in(page: bytes, model: str) -> int | None:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        for card in json.loads(page)["data"]:
-            if card["id"] == model and isinstance(card.get("max_model_len"), int) and card["max_model_len"] > 0:
-                return int(card["max_model_len"])
-    return None
-
-
-def _slot_context(page: bytes) -> int | None:
-    """llama.cpp's: of one slot."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        tokens = json.loads(page)["default_generation_settings"]["n_ctx"]
-        return tokens if isinstance(tokens, int) and tokens > 0 else None
-    return None
 
 
 def _tokens_in(page: bytes) -> list[int] | None:

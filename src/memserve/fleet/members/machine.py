@@ -45,7 +45,7 @@ from memserve.fleet.messages import EngineReport, KvReceived, ReplayEnded
 from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.stats import InstanceStats
-from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.costs import PreemptionModel
 from memserve.kv.events import KvFeed
 from memserve.kv.identity import namespace_id
 from memserve.protocol.events import MessageArrived, RejectRequest, Send
@@ -53,7 +53,6 @@ from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, 
 from memserve.protocol.member_events import LoadRead
 from memserve.protocol.messages import (
     AnyMessage,
-    AttemptsUnknown,
     Cancel,
     Dispatch,
     Drain,
@@ -66,14 +65,13 @@ from memserve.protocol.messages import (
     QueryKvEvents,
     StopSequence,
 )
-from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
+from memserve.protocol.peers import Load, Peer, PeerInfo
 
 
 class EngineMember:
     """One mutator, :meth:`handle`; :meth:`heartbeat_load` is read between two events."""
 
-    def __init__(self, terms: EngineTerms, dialect: Dialect, self_peer: Peer, costs: PreemptionModel | None = None):
-        """``costs``: what is known of the engine's speed. None: nothing."""
+    def __init__(self, terms: EngineTerms, dialect: Dialect, self_peer: Peer) -> None:
         self._terms, self._dialect, self._self_peer = terms, dialect, self_peer
         exchange = terms.exchange
         self._routers = Routers(exchange.kept_answer_ns)
@@ -84,7 +82,7 @@ class EngineMember:
         self._listener: KvListener | None = None  # None: it publishes nothing, or the names of blocks are not known yet
         self._kv_names: tuple[str, int] | None = None  # namespace and tokens of a block, as the cluster's instances say
         self._report = EngineReport({})
-        self._work = EngineWork(costs or PreemptionModel(PreemptionCosts()))
+        self._work = EngineWork()
         self._drains = False
         self._outputs: list[TokenOutput] = []
         self._actions: list[EngineMemberAction] = []
@@ -158,18 +156,13 @@ class EngineMember:
             run(message, sender, now_ns)
 
     def _comes_from_owner(self, sender: Peer, message: AnyMessage) -> bool:
-        """The first owner that speaks is followed, and then each newer one that accepts this member."""
-        if sender.name != ROUTER:
-            return False
-        owner = self._routers.owner
-        if owner is None:
-            self._routers.owner = sender
-        elif sender.generation > owner.generation and isinstance(message, JoinAccepted):
-            for attempt_id in [name for name in self._work.attempts if self._routers.follower_of(name) is None]:
-                if not self._replay_buffer.is_running(attempt_id):
-                    self._drop_attempt(attempt_id, now_ns=0)
-            self._routers.owner_changes(sender)
-        return sender == self._routers.owner
+        return self._routers.comes_from_owner(sender, message, self._replace_owner)
+
+    def _replace_owner(self) -> None:
+        for attempt_id in [name for name in self._work.attempts if self._routers.follower_of(name) is None]:
+            if not self._replay_buffer.is_running(attempt_id):
+                self._drop_attempt(attempt_id, now_ns=0)
+        self._routers.owner_changes(None)
 
     def _on_join_accepted(self, message: JoinAccepted, now_ns: int) -> None:
         for follower in self._routers.set_members(message.peers):
@@ -207,6 +200,7 @@ class EngineMember:
         if request.request_id in self._work.attempts:
             return  # it was sent twice
         self._routers.assign_attempt(request.request_id, sender)
+        # an engine refuses a call that its context has no room for, where an instance would stop there
         max_tokens = min(request.stop.max_tokens, self._terms.context_tokens - len(request.prompt))
         deadline_ns = None if order.deadline_in_ns is None else now_ns + order.deadline_in_ns
         attempt = EngineAttempt(request, max_tokens, deadline_ns, now_ns)
@@ -216,6 +210,7 @@ class EngineMember:
         ]
         calls = [self._make_call(attempt, sequence) for sequence in attempt.sequences]
         refusal = self._refusal_reason(order, calls)
+        # before anything is counted as work: what is refused was never an attempt of this member, and runs elsewhere
         if refusal:
             self._reject_attempt(request.request_id, refusal, None)
             return
@@ -254,6 +249,7 @@ class EngineMember:
         if reason is not None:  # where it ran before, it had ended, and nothing was said of that
             self._emit(attempt, sequence, (), reason)
             return
+        # also of what other clients have sent there: the times of a busy engine would teach that prompts are dear
         sequence.is_alone = not self._work.calls and not (self._report.running or self._report.waiting)
         sequence.expected_tokens = self._expected_tokens(attempt.request)
         self._work.calls_made, self._work.changes = self._work.calls_made + 1, self._work.changes + 1
@@ -282,12 +278,14 @@ class EngineMember:
             sequence.first_ns, sequence.first_changes = now_ns, self._work.changes
             sequence.first_tokens = len(sequence.tokens) + len(piece.tokens)
         reason, count = None, 0
+        # one by one: a piece may go on behind the token with which the sequence ends here
         for token in piece.tokens:
             sequence.tokens.append(token)
             count += 1
             reason = self._ending_of(attempt, sequence)
             if reason is not None:
                 break
+        # its own word where nothing here says why: its context is full, or its end token is not among the stop tokens
         if reason is None and piece.finish:
             reason = FinishReason.LENGTH if piece.finish == "length" else FinishReason.STOP
         if count or reason is not None:
@@ -296,6 +294,7 @@ class EngineMember:
         if reason is not None:
             self._work.learn_times(attempt, sequence, now_ns)
             self._count_ended(attempt, sequence)
+            # an engine that has not said so itself still draws: only a closed connection ends that
             self._end_sequence(sequence, is_over=bool(piece.finish))
             self._remove_if_done(attempt, now_ns)
 
@@ -338,8 +337,10 @@ class EngineMember:
         request_id = attempt.request.request_id
         self._end_sequence(sequence, is_over=True)
         reason = f"{self._terms.spec.name}: {event.reason}"
+        # a kept answer that stops in the middle would be given out as a whole one
         self._replay_buffer.forget_attempt(request_id)
         self._drop_attempt(request_id, now_ns, keeps_owner=True)
+        # what is wrong with the request is wrong everywhere; else another member may try at once
         self._reject_attempt(request_id, reason, None if event.is_final else 0.0)
 
     def _end_sequence(self, sequence: EngineSequence, *, is_over: bool = False) -> None:
@@ -382,6 +383,7 @@ class EngineMember:
         if attempt is None or not self._routers.is_of(message.request_id, sender):
             return
         for sequence in attempt.open_sequences:
+            # a stop string is found in text: without a token the word is of an older attempt
             if sequence.index == message.index and sequence.tokens:
                 self._emit(attempt, sequence, (), FinishReason.STOP)
                 self._end_sequence(sequence)
@@ -412,15 +414,11 @@ class EngineMember:
             self._actions.append(Send(sender, rest))
 
     def _on_query_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
-        own_attempts = {
-            name for name in message.attempts if name in self._work.attempts and self._routers.is_of(name, sender)
-        }
-        unknown, counts = tuple(n for n in message.attempts if n not in own_attempts), self._routers.counts_of(sender)
-        reply = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
-        self._actions.append(Send(sender, reply))
+        self._actions.append(self._routers.answer_attempts(message, sender, self._work.attempts))
 
     def _on_query_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
         """A client asks ``sender`` for the answer with this key: what is here of it is told, and runs on for it."""
+        # what this event itself has brought is not in the buffer yet
         self._replay_buffer.record_outputs(self._outputs)
         answers = [
             self._take_over(answer, sender) for answer in self._replay_buffer.with_key(message.key, message.asked)
@@ -446,6 +444,7 @@ class EngineMember:
         last_report, self._report = self._report, event.report
         is_new = last_report.started_s != event.report.started_s
         if self._listener is not None:
+            # its cache is empty after a restart, and its events begin anew
             if is_new:
                 self._listener.feed.on_engine_restarted()
             self._repeat(self._listener.on_answered(is_new=is_new, is_busy=bool(self._work.calls), now_ns=now_ns))
@@ -497,6 +496,7 @@ class EngineMember:
         names = info.namespace, info.geometry.block_tokens
         if names == self._kv_names:
             return
+        # what was known under other names is of no use to routers, and would never be taken back
         self._kv_names = names
         self._index.clear(0)
         namespace, key, spec = info.namespace, self._terms.identity_key, self._terms.spec

@@ -15,7 +15,7 @@ from memserve.fleet.engines import PROMPT_TOKENS_USUAL
 from memserve.fleet.messages import EngineReport, EngineSpec
 from memserve.instance.cluster.routers import LinkCounts
 from memserve.instance.stats import InstanceStats, TierStats
-from memserve.kv.costs import PreemptionModel, attended_pairs
+from memserve.kv.costs import PreemptionCosts, PreemptionModel, attended_pairs
 from memserve.protocol.peers import Load
 
 
@@ -82,8 +82,9 @@ class EngineAttempt:
 class EngineWork:
     """All that is under way there."""
 
-    def __init__(self, costs: PreemptionModel) -> None:
-        self.costs = costs
+    def __init__(self) -> None:
+        #: what is known of the engine's speed: at first nothing
+        self.costs = PreemptionModel(PreemptionCosts())
         self.attempts: dict[str, EngineAttempt] = {}
         #: by call: what goes on there
         self.calls: dict[int, tuple[EngineAttempt, EngineSequence]] = {}
@@ -108,10 +109,8 @@ class EngineWork:
             pairs = attended_pairs(fresh, prompt - fresh)
             self.costs.learn_step(fresh, 0, sequence.first_ns - sequence.asked_ns, pairs)
         if drawn_tokens > 0 and sequence.first_changes == self.changes:
-            contexts = sum(
-                len(attempt.request.prompt) + len(sequence.tokens) for attempt, sequence in self.calls.values()
-            )
-            self.costs.learn_decode(len(self.calls), contexts, (now_ns - sequence.first_ns) // drawn_tokens)
+            of_token_ns = (now_ns - sequence.first_ns) // drawn_tokens
+            self.costs.learn_decode(len(self.calls), self.contexts_running(), of_token_ns)
 
     def contexts_running(self) -> int:
         """Tokens of all sequences that were sent there."""

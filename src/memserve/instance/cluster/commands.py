@@ -36,7 +36,6 @@ from memserve.protocol.events import RejectRequest, Send
 from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, QueryAnswers
 from memserve.protocol.messages import (
     AnyMessage,
-    AttemptsUnknown,
     Cancel,
     Dispatch,
     Migrate,
@@ -337,12 +336,8 @@ class RouterCommands:
 
     def _on_query_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
         """An attempt that has left is known until another instance has taken it over."""
-        left_attempts = set(self._sender.departed.values())
-        known_attempts = [name for name in message.attempts if name in self._state.groups or name in left_attempts]
-        own_attempts = {name for name in known_attempts if self._routers.is_of(name, sender)}
-        unknown, counts = tuple(n for n in message.attempts if n not in own_attempts), self._routers.counts_of(sender)
-        reply = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
-        self._outbox.append(Send(sender, reply))
+        known = self._state.groups.keys() | self._sender.departed.values()
+        self._outbox.append(self._routers.answer_attempts(message, sender, known))
 
     def _on_query_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
         self._changes.answer_query(message.key, message.asked, sender)

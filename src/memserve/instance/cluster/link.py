@@ -72,7 +72,7 @@ from memserve.protocol.messages import (
     Unpin,
     Withdraw,
 )
-from memserve.protocol.peers import ROUTER, Peer
+from memserve.protocol.peers import Peer
 
 
 class ClusterLink:
@@ -136,21 +136,7 @@ class ClusterLink:
             self.messages_ignored += 1
 
     def _comes_from_owner(self, sender: Peer, message: AnyMessage) -> bool:
-        """The first owner that speaks is followed, and then each newer one that accepts the instance."""
-        if sender.name != ROUTER:
-            return False
-        owner = self.routers.owner
-        if owner is None:
-            self.routers.owner = sender
-        elif sender.generation > owner.generation and isinstance(message, JoinAccepted):
-            if any(self.routers.followers):
-                self._owner_changes()
-            else:
-                self.restart_as(
-                    self.self_peer, goes_on=True
-                )  # requests of the earlier router are void, but for kept ones
-            self.routers.owner = sender
-        return sender == self.routers.owner
+        return self.routers.comes_from_owner(sender, message, self._replace_owner)
 
     @property
     def self_peer(self) -> Peer:
@@ -426,8 +412,11 @@ class ClusterLink:
 
     # -- another life, another owner
 
-    def _owner_changes(self) -> None:
-        """There are followers, whose requests go on as they are; the pins are the next owner's to place."""
+    def _replace_owner(self) -> None:
+        if not any(self.routers.followers):  # requests of the earlier router are void, but for kept ones
+            self.restart_as(self.self_peer, goes_on=True)
+            return
+        # followers' requests go on as they are; the pins are the next owner's to place
         self.changes.on_owner_replaced()
         self._pins.release_all()
         self._pins.lost.clear()

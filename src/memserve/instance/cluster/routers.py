@@ -14,7 +14,7 @@ their prompts to be cached.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec import structs
@@ -24,8 +24,18 @@ from memserve.base.types import Role, TokenOutput
 from memserve.base.units import NS_PER_MS
 from memserve.kv.events import KvFeed
 from memserve.protocol.events import EmitTokens, RejectRequest, Send
-from memserve.protocol.messages import Heartbeat, KvEvents, KvSnapshot, RequestRefused, Tokens
-from memserve.protocol.peers import Load, Peer, PeerInfo
+from memserve.protocol.messages import (
+    AnyMessage,
+    AttemptsUnknown,
+    Heartbeat,
+    JoinAccepted,
+    KvEvents,
+    KvSnapshot,
+    QueryAttempts,
+    RequestRefused,
+    Tokens,
+)
+from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 
 
 @dataclass(slots=True)
@@ -98,6 +108,18 @@ class Routers:
     def all_routers(self) -> list[Peer]:
         """The owner, and all followers."""
         return [peer for peer in (self.owner, *self._followers.values()) if peer is not None]
+
+    def comes_from_owner(self, sender: Peer, message: AnyMessage, replace_owner: Callable[[], None]) -> bool:
+        """Whether ``sender`` is the owner. The first one that speaks is followed, and then each newer one that accepts
+        the instance: before that ``replace_owner`` is called."""
+        if sender.name != ROUTER:
+            return False
+        if self.owner is None:
+            self.owner = sender
+        elif sender.generation > self.owner.generation and isinstance(message, JoinAccepted):
+            replace_owner()
+            self.owner = sender
+        return sender == self.owner
 
     # -- whose is an attempt
 
@@ -181,6 +203,13 @@ class Routers:
         if follower is None:
             return action
         return Send(follower, RequestRefused(action.request_id, action.reason, action.retry_after_s))
+
+    def answer_attempts(self, query: QueryAttempts, sender: Peer, known: Container[str]) -> Send:
+        """Which attempts ``sender`` has not here. ``known``: all that are here, of any router."""
+        unknown = tuple(name for name in query.attempts if name not in known or not self.is_of(name, sender))
+        counts = self.counts_of(sender)
+        reply = AttemptsUnknown(unknown, query.dispatches, counts.dispatches_heard, counts.answers_told)
+        return Send(sender, reply)
 
     # -- totals
 

@@ -106,6 +106,7 @@ class StripedPrompts:
 
     def _contradiction(self, group: Group, sequence: Sequence, progress: list[StripeProgress]) -> str:
         memory, block_tokens = self._state.memory, self._state.memory.block_tokens
+        # states, windows and layers in DRAM have no place that is known before the row runs
         if memory.needs_more_than_blocks or memory.layers.is_by_layer or group.beam is not None or sequence.out:
             return "it cannot be computed in stripes here"
         fits = progress and progress[-1].is_own and progress[-1].end == sequence.prompt_tokens
@@ -134,6 +135,7 @@ class StripedPrompts:
         sequence, block_tokens, outcomes = part.sequence, self._state.memory.block_tokens, list[Outcome]()
         for outcome in self._offered.pop(part.group.request.request_id, ()):
             place = self._stripe_of(part, outcome)
+            # of an earlier attempt, or of stripes that were cut otherwise: its place is not ours to guess
             if place is None:
                 self._exchange.give_up(outcome.transfer_id, "no stripe of this prompt")
                 continue
@@ -163,6 +165,7 @@ class StripedPrompts:
             start = plan.starts[plan.slots.index(slot)]
             if start >= sequence.prompt_tokens:
                 continue  # it decodes already, behind a row that the device has
+            # without a gate a row would read what has not come; with all layers here there is nothing to wait for
             if part.striped.layers_before(start) < self._num_layers:
                 self._gates_made += 1
                 plan.gates[slot], part.gates[self._gates_made] = self._gates_made, _Gate(plan.step_id, start)
@@ -209,8 +212,10 @@ class StripedPrompts:
         """The results of a plan were taken into account: sequences whose rows failed have ended."""
         self._announcer.step_finished(step_id)
         for part in list(self.parts.values()):
+            # the device has passed these: moving one now would name a row that is over
             for gate in [gate for gate, waiting in part.gates.items() if waiting.step_id <= step_id]:
                 del part.gates[gate]
+            # not when the last row was planned: it may still fail, and then every stripe is of no use
             if part.sequence.out and not part.is_complete:
                 self._complete_part(part)
 

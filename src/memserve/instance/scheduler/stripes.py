@@ -46,8 +46,10 @@ class StripedPrompt:
     def next_row(self, computed: int, published: int) -> tuple[int, int] | None:
         """Tokens ``[start, end)`` that come next behind ``computed`` ones: no row goes beyond ``end``. None: they
         cannot be computed yet. ``published``: tokens that the cache has of the sequence."""
+        # a part that has failed stays where it is until its router has been told
         if self.loss:
             return None
+        # of a stripe that was cached here meanwhile no layer need come: what others send of it is dropped
         self.cached_tokens = max(self.cached_tokens, published)
         for stripe in self.stripes:
             if stripe.end <= computed:

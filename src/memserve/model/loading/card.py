@@ -54,21 +54,9 @@ class ModelCard:
     @classmethod
     def of_model(cls, model: LoadedModel) -> ModelCard:
         """The card of a loaded model."""
-        return cls(
-            model.name,
-            model.max_model_tokens,
-            model.vocab_size,
-            model.eos_token_ids,
-            dict(model.generation_defaults),
-            type(model.tokenizer).__name__,
-            model.context_note,
-            model.kv_lower_dtype,
-            model.position_regimes,
-            model.quantization,
-            model.kv_dtype,
-            model.activation_bits,
-            model.pooling,
-        )
+        names = [field.name for field in dataclasses.fields(cls) if field.name != "tokenizer_class"]
+        facts = {name: getattr(model, name) for name in names}
+        return cls(tokenizer_class=type(model.tokenizer).__name__, **facts)
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -100,7 +88,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A model that runs elsewhere, as the API sees it."""
+    """A model that runs elsewhere, as the API sees it: what it has in common with its card has the same names."""
 
     name: str
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
@@ -141,20 +129,11 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
         )
     is_plain = card.tokenizer_class == _PLAIN_TOKENIZER
     tokenizer = early if is_plain and early is not None else _load_tokenizer(folder, card.tokenizer_class)
-    return RemoteModel(
-        card.name,
-        tokenizer,
-        Context(card.max_model_tokens, card.context_note),
-        card.vocab_size,
-        card.eos_token_ids,
-        card.generation_defaults,
-        kv_lower_dtype=card.kv_lower_dtype,
-        position_regimes=card.position_regimes,
-        quantization=card.quantization,
-        kv_dtype=card.kv_dtype,
-        activation_bits=card.activation_bits,
-        pooling=card.pooling,
-    )
+    names = {field.name for field in dataclasses.fields(RemoteModel)} & {
+        field.name for field in dataclasses.fields(card)
+    }
+    facts = {name: getattr(card, name) for name in names}
+    return RemoteModel(tokenizer=tokenizer, context=Context(card.max_model_tokens, card.context_note), **facts)
 
 
 def import_tokenizers() -> None:

@@ -106,6 +106,7 @@ class View:
         """
         if self._data is None:
             return
+        # asked first: afterwards the memory is another one's, and what was read could not be judged
         valid = self.valid
         self.drop()
         if not valid:
@@ -120,6 +121,7 @@ class View:
 
     def __bytes__(self) -> bytes:
         """A copy. Raises as :attr:`data`."""
+        # asked again: the store may have taken the memory while it was copied
         copy = bytes(self.data)
         if not self.valid:
             raise StoreUnavailable("the store has given up the memory of this view", hint=_HINT)
@@ -187,6 +189,7 @@ class Staging:
     def _cut_piece(self, piece_bytes: int) -> int | None:
         while self._returned:
             self._free_piece(self._returned.popleft())
+        # the lowest that fits: the same pages again and again
         for index, (offset, length) in enumerate(self._free):
             if length >= piece_bytes:
                 self._free[index : index + 1] = (

@@ -225,14 +225,12 @@ class DiskCodec:
 class DiskHost:
     """The files of a store, and a thread each."""
 
-    def __init__(
-        self, disks: Sequence[tuple[Path | str, int]], config: DisksConfig, *, engine: str = "", depth: int = DEPTH
-    ) -> None:
+    def __init__(self, disks: Sequence[tuple[Path | str, int]], config: DisksConfig, *, engine: str = "") -> None:
         """``disks``: what ``--ssd`` names, and sizes. Opens and recovers them; raises :class:`UserError`.
         ``engine`` of files: ``io_uring``, ``threads``, or empty for the better one that works."""
         self._files = open_files(disks, config)
         self.logs = [file.log for file in self._files]
-        self.engine, self.depth = engine, depth
+        self.engine = engine
         self._kv_codec = config.kv_codec
         self._workers: list[_Worker] = []
 
@@ -274,7 +272,7 @@ class DiskHost:
 
     def _open_queue(self, path: str, memory: list[tuple[int, int]]) -> Queue:
         medium = next(file.medium for file in self._files if file.path == path)
-        return medium.open_queue(memory, self.depth, self.engine)
+        return medium.open_queue(memory, DEPTH, self.engine)
 
 
 @dataclass(slots=True)

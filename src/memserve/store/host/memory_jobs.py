@@ -84,6 +84,7 @@ class ValueJobs:
 
     def start(self, job: Job) -> None:
         """Begin with a job; waits for none but small ones."""
+        # handing a small job to a thread and back costs more than the job
         if _bytes_of(job) <= _AT_ONCE_BYTES and not self._is_busy():
             self._run_job(job)
         else:
@@ -230,6 +231,7 @@ def take_values(
         if place is None:
             continue
         if place.scope != KV_SCOPE and not is_on_disk(key):
+            # damage is not to be carried on: behind the copy it would look like the value
             is_whole = place.length == 0 or place.seal == _checksum_of(arena.address + place.offset, place.length)
             if is_whole and place.length <= bytes_left:
                 bytes_left -= place.length

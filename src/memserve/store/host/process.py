@@ -16,7 +16,6 @@ import gc
 import hashlib
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -31,9 +30,8 @@ from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.base.units import ns_from_s
 from memserve.journal.folder import write_private
-from memserve.journal.survivors import end_when_orphaned
 from memserve.kv.costs import CostModel
-from memserve.kv.identity import identity_key, kv_secret
+from memserve.kv.identity import kv_secret
 from memserve.kv.transfer.events import CancelPulls, PullPages, SealPages
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member import MemberMachine
@@ -67,43 +65,25 @@ from memserve.store.machine.events import (
 )
 from memserve.store.machine.machine import StoreMachine
 from memserve.system.loop import EngineStopped, MachineLoop
-from memserve.system.process import STALL_S, HealthFile, HealthState, SignalCounter, new_generation, on_ending_signals
-from memserve.system.secrets import Secret, as_followed
+from memserve.system.process import STALL_S, HealthFile, HealthState, new_generation
+from memserve.system.secrets import as_followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.member_place import MemberPlace, health_of, next_incarnation
 
 _MODEL = "memserve-store.json"
 _SHARED = Path("/dev/shm")
 
 
-@dataclass(frozen=True, slots=True)
-class StorePlace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorePlace(MemberPlace):
     """What a store's process is given."""
 
-    name: str
-    host: str
-    """Where it listens."""
-    port: int
-    """0: any."""
+    role: Role = Role.STORE
     dram_bytes: int
     folders: tuple[tuple[str, int], ...]
     """A folder of each disk, or a backend and its location, and the bytes that it takes there."""
     disks: DisksConfig
-    secret: Secret
-    """The cluster's."""
-    join: tuple[str, ...] = ()
-    """Where the router may be, ``tcp://host:port`` each. Empty: the store serves clients, and waits for a
-    router to call it."""
-    advertise: str | None = None
-    """The host by which others reach it."""
-    link: str = "auto"
-    drain_s: float = 20.0
-    """How long it may write what is in memory alone when it is told to end."""
-    health_file: Path | None = None
-    """Where it says once a second what it is to its cluster."""
-    model: str = ""
-    """The name of the model whose KV it keeps, where the cluster has several; empty: the first."""
 
     @property
     def memory_name(self) -> str:
@@ -200,20 +180,17 @@ class StoreRun:
         self._values = ValueJobs(arena, self._post_event, self._send_message, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
-        listen_address = ListenAddress(place.secret, place.host, place.advertise, place.port)
         arenas, kv_codec = {Tier.DRAM: arena}, place.disks.kv_codec
-        self._port = open_data_port(link, geometry, arenas, self._post_event, listen_address, kv_codec=kv_codec)
+        self._port = open_data_port(link, geometry, arenas, self._post_event, place, kv_codec=kv_codec)
         self._opened.append(self._port.close)
         self._lock = threading.Lock()
         with self._lock:  # messages may arrive as soon as there is a mailbox
-            self._mailbox = ZmqMailbox(self_peer, listen_address, self._on_message, alias=STORE.name)
+            self._mailbox = ZmqMailbox(self_peer, place, self._on_message, alias=STORE.name)
             self._opened.append(self._mailbox.close)
             info = self._port.describe(_peer_info(tier, model, self_peer, self._mailbox.address, costs, place))
             member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
-            self.machine = StoreMachine(
-                tier, disks, info, identity_key(as_followed(place.secret).initial_value), member
-            )
+            self.machine = StoreMachine(tier, disks, info, place.identity_key, member)
             self._loop: MachineLoop[StoreEvent] = MachineLoop(
                 self.machine, self._perform_step, on_broken=self._on_broken, name="memserve-store"
             )
@@ -245,10 +222,9 @@ class StoreRun:
         """What it is to its cluster. None: its loop hangs, or has ended."""
         member = self.machine.member
         try:
-            has_router, drains = self._loop.query_machine(lambda: (member.router is not None, member.drains), STALL_S)
+            return self._loop.query_machine(lambda: health_of(member), STALL_S)
         except (TimeoutError, EngineStopped):
             return None
-        return HealthState.DRAINS if drains else HealthState.MEMBER if has_router else HealthState.OUTSIDE
 
     def request_end(self, patience_s: float, why: str = "") -> None:
         """Write what is in memory alone, for ``patience_s`` at most, then end. A signal's handler may call it."""
@@ -340,7 +316,7 @@ class StoreRun:
                 self._mailbox.connect(router, address)
 
     def _change_generation(self, action: ChangeGeneration) -> None:
-        self_peer = Peer(self.self_peer.name, max(action.generation_min, new_generation()))
+        self_peer = next_incarnation(self.self_peer, action)
         self._mailbox.restart_as(self_peer)
         self._post_event(
             GenerationChanged(self._port.describe(msgspec.structs.replace(self.machine.info, peer=self_peer)))
@@ -357,32 +333,20 @@ class StoreRun:
         self.ended.set()
 
 
-def run_store(
-    place: StorePlace,
-    on_ready: Callable[[StoreRun], None],
-    *,
-    is_supervised: bool = False,
-    outlive: Path | None = None,
-) -> None:
-    """Run a store until it is told to end; ``on_ready`` is called when it serves. ``outlive``: the state folder of a
-    router that it waits for when that is killed.
+def run_store(place: StorePlace, on_ready: Callable[[StoreRun], None]) -> None:
+    """Run a store until it is told to end; ``on_ready`` is called when it serves.
 
     Raises :class:`UserError` when it cannot be started, or the router refuses it.
     """
     runs: list[StoreRun] = []
-    signals = SignalCounter()
-    health = HealthFile(place.health_file) if place.health_file is not None else None
+    health = place.open_health()
 
-    def end(sig: int, _frame: object) -> None:
-        if signals.count_signal(sig) and runs:
-            runs[-1].request_end(place.drain_s if signals.count == 1 else 0.0, signals.names[-1])
+    def request_end(patience_s: float, why: str) -> None:
+        if runs:  # between two lives there is none: the next one ends when it sees that a signal came
+            runs[-1].request_end(patience_s, why)
 
-    if is_supervised:
-        signal.signal(signal.SIGTERM, end)
-    else:
-        on_ending_signals(end)
-    if outlive is not None:
-        end_when_orphaned(outlive, lambda: runs[-1].router if runs else None)
+    signals = place.follow_signals(request_end)
+    place.end_when_orphaned(lambda: runs[-1].router if runs else None)
     model: StoredModel | None = known_model(place)
     generation, is_first, carried = 0, True, CarriedValues()
     while model is not None:

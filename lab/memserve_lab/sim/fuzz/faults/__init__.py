@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from memserve_lab.sim.fuzz.faults import device, disk, engine, process, store, wire
+from memserve_lab.sim.fuzz.faults import device, engine, process, store, wire
 from memserve_lab.sim.fuzz.faults.process import World
 from memserve_lab.sim.fuzz.scenario import ROW, Fault
 from memserve_lab.sim.fuzz.scenario_features import STORE_FAULTS
 from memserve_lab.sim.reference.oracle import require
 
-KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS, **store.KINDS, **engine.KINDS}
+KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **store.KINDS, **engine.KINDS}
 
 
 _NO_EXCUSE = {ROW, *STORE_FAULTS, "follower-kill"}

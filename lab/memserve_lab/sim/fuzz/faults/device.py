@@ -1,6 +1,6 @@
 """Knobs of a node: a fault turns one, and its end turns it back. Faults overlap, so both ends are steps, not values.
 
-Devices that fail, hang or are slow, and payloads that are damaged on the way.
+Devices that fail, hang or are slow, payloads that are damaged on the way, and the disk of the router.
 """
 
 from __future__ import annotations
@@ -64,6 +64,31 @@ def _slow_tier(world: World, fault: Fault, node: FuzzedInstance, random: Random)
     return raise_by(node, "copy_ns", random.choice([2, 20, 150]) * MS)
 
 
+# -- the disk of the router: slow, full, or without the writes that were not yet synced when the power failed
+
+
+def _router_power(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """The router's machine loses power: some of the last writes arrived, in any order."""
+    arrived = random.choice([0.0, random.random(), 1.0])
+    world.router.lose_power(arrived, (random.random(), random.choice([0.0, random.random()])))
+    world.routers.owner_dies()
+
+
+def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """There is a little room left, then none."""
+    medium = world.router.medium
+    medium.room_bytes = len(medium.load() or b"") + random.choice([0, 40, 500])
+
+    def stop() -> None:
+        medium.room_bytes = None
+
+    return stop
+
+
+def _slow_disk(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    return raise_by(world.router, "disk_ns", random.choice([3, 30, 300]) * MS)
+
+
 KINDS: dict[str, Kind] = {
     "corrupt": _corrupt,
     "device": _device,
@@ -72,4 +97,7 @@ KINDS: dict[str, Kind] = {
     "slow-device": _slow_device,
     "slow-link": _slow_link,
     "slow-tier": _slow_tier,
+    "router-power": _router_power,
+    "disk-full": _disk_full,
+    "slow-disk": _slow_disk,
 }

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.http.limits import TENANT_KEY, ClientGone, json_body
-from memserve.api.http.middleware import REPLY_KEY
+from memserve.api.http.middleware import REPLY_KEY, json_page
 from memserve.api.http.request import new_id
 from memserve.api.openai.endpoints import ChatPlanner, EndpointParts, addressed, keep_prefixes
 from memserve.api.openai.interfaces import ModelNames
@@ -84,6 +84,7 @@ class ResponseStore:
         self._drop_response(tenant_state, entry.response["id"])
         tenant_state.responses[entry.response["id"]] = entry
         tenant_state.nbytes += entry.nbytes
+        # the newest one stays, however large it is: its client may go on from it
         while len(tenant_state.responses) > 1 and (
             len(tenant_state.responses) > KEPT_MAX or tenant_state.nbytes > KEPT_BYTES_MAX
         ):
@@ -166,15 +167,17 @@ class ResponsesRoutes:
         ]
 
     async def _get_response(self, request: Request) -> Response:
-        return _json(self._store.get_response(request.scope[TENANT_KEY], request.path_params["response_id"]).response)
+        return json_page(
+            self._store.get_response(request.scope[TENANT_KEY], request.path_params["response_id"]).response
+        )
 
     async def _cancel_response(self, request: Request) -> Response:
-        return _json(self._store.cancel_response(request.scope[TENANT_KEY], request.path_params["response_id"]))
+        return json_page(self._store.cancel_response(request.scope[TENANT_KEY], request.path_params["response_id"]))
 
     async def _delete_response(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
         self._store.delete_response(request.scope[TENANT_KEY], response_id)
-        return _json({"id": response_id, "object": "response", "deleted": True})
+        return json_page({"id": response_id, "object": "response", "deleted": True})
 
     async def create_response(self, scope: Scope, receive: Receive, send: Send) -> None:
         """``POST /v1/responses``."""
@@ -182,6 +185,7 @@ class ResponsesRoutes:
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(tenant, data)
             job = await self._prepare_job(data, tenant)
+        # the body must not stay in memory while the answer is generated
         del data
         reply = Reply(job.plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
@@ -267,6 +271,7 @@ class ResponsesRoutes:
         """The response with its output."""
         (sequence,) = reply.best_sequences()
         complete = sequence.stream.finish_reason is not FinishReason.LENGTH
+        # its events are for streams; here the items matter that it closes
         for _ in job.items.finish_items(complete=complete):
             pass
         return self.with_output(job, reply, complete=complete)
@@ -400,7 +405,3 @@ def _initial_response(body: ResponsesBody, plan: Generation, response_id: str, m
         "usage": None,
         "user": body.user,
     }
-
-
-def _json(value: Any) -> Response:
-    return Response(_encode(value), media_type="application/json")
