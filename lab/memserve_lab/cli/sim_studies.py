@@ -307,7 +307,7 @@ def routers(
         str, typer.Option(help="conversation, synthetic, toolagent, agentic; azure-conv, azure-code, servegen.")
     ] = TRACES,
     policies: Annotated[
-        str, typer.Option(help="least-load, session, prompt-tree, dynamo, llm-d, cost (empty: these); cost-line.")
+        str, typer.Option(help="Of least-load, session, prompt-tree, dynamo, llm-d, cost (empty: these).")
     ] = "",
     load: Annotated[float, typer.Option(min=0.01, help="Times the speed at which each trace is played.")] = 1.0,
     data: Data = None,
@@ -323,7 +323,6 @@ def routers(
     from memserve_lab.experiments.evaluations.routers import (
         CASES,
         POLICIES,
-        STUDIED,
         RouterPlan,
         RouterResults,
         RouterStudy,
@@ -331,7 +330,7 @@ def routers(
 
     names = tuple(dict.fromkeys(name.strip() for name in traces.split(",")))
     rules = tuple(dict.fromkeys(name.strip() for name in policies.split(",") if name.strip())) or POLICIES
-    for name, choices in (*((name, tuple(CASES)) for name in names), *((rule, (*POLICIES, STUDIED)) for rule in rules)):
+    for name, choices in (*((name, tuple(CASES)) for name in names), *((rule, POLICIES) for rule in rules)):
         if name not in choices:
             raise UserError(f"unknown {name!r}", hint=f"some of {', '.join(choices)}")
     results = RouterResults(command=command(), machine={"simulated": "six instances, their rooflines"})

@@ -1,13 +1,12 @@
-"""Routing rules of other projects, and one that is studied, as policies: the simulator compares rules and nothing else.
+"""Routing rules of other projects as policies: the simulator compares rules and nothing else.
 
-Those of others are written from their documentation. All see the exact prefixes that our router sees, and loads as
-fresh as ours (:class:`RuledWorld`).
+They are written from their documentation. All see the exact prefixes that our router sees, and loads as fresh as ours
+(:class:`RuledWorld`).
 
-=========== ====================================================================================================
-dynamo      the least of prefill blocks (waiting there, and of this prompt what is not cached) and decode blocks
-llm-d       the most of 3 x prefix + 2 x memory + 2 x queue, each from 0 to 1 (the weights of its guides)
-cost-line   as ``cost``, and what computing the prompt takes from those that wait, or will, behind it
-=========== ====================================================================================================
+======= ====================================================================================================
+dynamo  the least of prefill blocks (waiting there, and of this prompt what is not cached) and decode blocks
+llm-d   the most of 3 x prefix + 2 x memory + 2 x queue, each from 0 to 1 (the weights of its guides)
+======= ====================================================================================================
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from memserve.base.units import ceil_div
 from memserve.router.machine import Cluster
 from memserve.router.placement.candidates import Ask, Candidate, Policy, Route, with_decoder
 from memserve.router.placement.placer import ALL_OF
-from memserve.router.placement.routing import DECODE_WINDOW, first_cost
 from memserve_lab.sim.replay.setup import Setup
 from memserve_lab.sim.replay.world import ReplayWorld
 from memserve_lab.workloads.records import Workload
 
 OVERLAP_WEIGHT = 1.0
 """Dynamo's default weight of prefill blocks."""
-LINE_WEIGHT = 2.0
-"""Of what a prompt takes from others, in ``cost-line``."""
 PREFIX_WEIGHT, MEMORY_WEIGHT, QUEUE_WEIGHT = 3.0, 2.0, 2.0
 
 
@@ -73,26 +69,7 @@ def _route(
     return with_decoder(best, f"{best.name} has {best.matched_tokens} tokens of the prompt", decoders, choose)
 
 
-def cost_line(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
-    """For colocated instances: :func:`~memserve.router.placement.routing.cost`, whose sum has one more part.
-
-    Until its line is empty, each prompt that comes to an instance waits longer by what computing this one takes. They
-    come about as fast as they are computed, so the line's time over that of a whole prompt is their number.
-    """
-
-    def cost_of(candidate: Candidate) -> tuple[float, bool, int]:
-        cost = first_cost(ask, candidate)
-        prompts_behind = cost.total_ns / max(1, candidate.costs.prefill_ns(ask.prompt_tokens, 0))
-        decode_ns = min(DECODE_WINDOW, max(1, ask.max_tokens)) * candidate.costs.decode_step_ns(
-            candidate.sequences + ask.sequences, candidate.context_tokens + ask.sequences * ask.prompt_tokens
-        )
-        total_ns = cost.total_ns + decode_ns + LINE_WEIGHT * cost.prefill_ns * prompts_behind
-        return total_ns, candidate.number not in ask.favourites, candidate.number
-
-    return _route(first, decoders, lambda candidates: min(candidates, key=cost_of))
-
-
-RULES: dict[str, Policy] = {"dynamo": dynamo, "llm-d": llm_d, "cost-line": cost_line}
+RULES: dict[str, Policy] = {"dynamo": dynamo, "llm-d": llm_d}
 
 
 class RuledWorld(ReplayWorld):

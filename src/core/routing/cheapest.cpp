@@ -125,13 +125,16 @@ class Weighing {
     keep_far(price(false));
   }
 
+  // Each instance that may compute the prompt, before the first of them is offered.
+  void note_first(int64_t at) { least_lacking_ns_ = std::min(least_lacking_ns_, lacking_ns(at)); }
+
   // `alone`: the instance decodes as well.
   void offer_first(int64_t at, bool alone) {
     const Work work = table_.work(at);
     const int64_t prompts_ns = queued_ns(at, work.prefill);
     const int64_t step_ns = prices_of(at).decode_step_ns(work.sequences, work.context);
     if (prompts_ns + step_ns > best_.total_ns) return;
-    const int64_t first_ns = step_ns + first_token_ns(at, prompts_ns);
+    const int64_t first_ns = step_ns + first_token_ns(at, prompts_ns) + others_ns(at, work);
     if (alone) {
       best_ = std::min(best_, Price{first_ns + decode_ns(at, work), -is_known(at), at, kNobody});
     } else if (const Price decoder = decoder_for(hosts_[at]); decoder.total_ns != kNever) {
@@ -141,6 +144,7 @@ class Weighing {
   }
 
   const Price& best() const { return best_; }
+  int64_t least_lacking_ns() const { return least_lacking_ns_; }
 
  private:
   const Prices& prices_of(int64_t at) const { return profiles_[static_cast<size_t>(profile_of_[at])]; }
@@ -163,19 +167,39 @@ class Weighing {
     return std::min(near_[host], same ? other_far_ : far_);
   }
 
+  // `count` times `each_ns`, or longer than any wait.
+  static int64_t times(int64_t count, int64_t each_ns, int64_t divisor) {
+    int64_t product = 0;
+    if (__builtin_mul_overflow(count, each_ns, &product)) return static_cast<int64_t>(kForeverNs);
+    return std::min(product / divisor, static_cast<int64_t>(kForeverNs));
+  }
+
   // Time of the queued prompts, taken to be like this one.
   int64_t queued_ns(int64_t at, int64_t prefill_tokens) const {
-    int64_t product = 0;
-    const int64_t alone_ns = alone_ns_[static_cast<size_t>(profile_of_[at])];
-    if (__builtin_mul_overflow(prefill_tokens, alone_ns, &product)) return static_cast<int64_t>(kForeverNs);
-    return std::min(product / wanted_.prompt_tokens, static_cast<int64_t>(kForeverNs));
+    return times(prefill_tokens, alone_ns_[static_cast<size_t>(profile_of_[at])], wanted_.prompt_tokens);
+  }
+
+  bool is_full(int64_t at) const {
+    return wanted_.prompt_tokens > table_.room_blocks(at) * wanted_.block_tokens - table_.context_waiting(at);
+  }
+
+  // Time to compute what the instance itself does not have of the prompt.
+  int64_t lacking_ns(int64_t at) const {
+    const int64_t own = std::min(table_.matched(at) * wanted_.block_tokens, wanted_.prompt_tokens - 1);
+    return prices_of(at).prefill_ns(wanted_.prompt_tokens - own, own);
+  }
+
+  // What others lose there by what another instance need not compute.
+  int64_t others_ns(int64_t at, const Work& work) const {
+    const int64_t spared_ns = lacking_ns(at) - least_lacking_ns_;
+    const int64_t behind_ns = times(work.prefill, spared_ns, wanted_.prompt_tokens);
+    return is_full(at) ? std::max(behind_ns, times(work.sequences, spared_ns, 1)) : behind_ns;
   }
 
   int64_t decode_ns(int64_t at, const Work& work) const {
     const int64_t context = work.context + wanted_.sequences * wanted_.prompt_tokens;
-    const int64_t room_tokens = table_.room_blocks(at) * wanted_.block_tokens - table_.context_sent(at);
     const int64_t steps = std::min(window_, std::max<int64_t>(1, wanted_.max_tokens));
-    const int64_t waiting = wanted_.prompt_tokens > room_tokens ? window_ : 0;
+    const int64_t waiting = is_full(at) ? window_ : 0;
     return (steps + waiting) * prices_of(at).decode_step_ns(work.sequences + wanted_.sequences, context);
   }
 
@@ -213,6 +237,7 @@ class Weighing {
   std::vector<int64_t> alone_ns_;  // by profile: this prompt, with nothing cached
   std::vector<Price> near_;        // by host
   Price far_, other_far_, best_;
+  int64_t least_lacking_ns_ = kNever;
 };
 
 nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const Loads& loads, const Row& room,
@@ -246,14 +271,17 @@ nb::tuple cheapest(const Crowd& first, const std::vector<Row>& decoders, const L
     table.check_numbers(span_of(numbers));
     for (const int64_t at : span_of(numbers)) weighing.offer_decoder(at);
   }
-  for (const auto& [numbers, alone] : first) {
+  for (const auto& [numbers, _] : first) {
     table.check_numbers(span_of(numbers));
+    for (const int64_t at : span_of(numbers)) weighing.note_first(at);
+  }
+  for (const auto& [numbers, alone] : first) {
     for (const int64_t at : span_of(numbers)) weighing.offer_first(at, alone);
   }
   const Price& best = weighing.best();
   if (best.first == kNobody) throw nb::value_error("no instances to choose from");
   const nb::object decoder = best.decode_at == kNobody ? nb::object(nb::none()) : nb::object(table.row(best.decode_at));
-  return nb::make_tuple(table.row(best.first), decoder);
+  return nb::make_tuple(table.row(best.first), decoder, weighing.least_lacking_ns());
 }
 
 }  // namespace

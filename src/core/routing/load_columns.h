@@ -32,8 +32,8 @@ class LoadColumns {
   }
 
   Work work(int64_t at) const { return {of(0, at), of(1, at), of(2, at)}; }
-  // Context tokens sent since the last report.
-  int64_t context_sent(int64_t at) const { return loads_[8 * columns + static_cast<size_t>(at)]; }
+  // Context tokens that do not run yet: sent since the last report, or waiting there at that time.
+  int64_t context_waiting(int64_t at) const { return of(2, at) - loads_[5 * columns + static_cast<size_t>(at)]; }
   int64_t room_blocks(int64_t at) const { return room_[at]; }
   // Blocks of the prompt, and how many of them lie in DRAM.
   int64_t matched(int64_t at) const { return matches_[at]; }
@@ -48,7 +48,7 @@ class LoadColumns {
   // What a policy needs to know of one instance.
   nb::tuple row(int64_t at) const {
     const auto [prefill, sequences, context] = work(at);
-    return nb::make_tuple(at, prefill, sequences, context, room_blocks(at), context_sent(at), matched(at),
+    return nb::make_tuple(at, prefill, sequences, context, room_blocks(at), context_waiting(at), matched(at),
                           matched_in_dram(at));
   }
 

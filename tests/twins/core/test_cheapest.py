@@ -11,7 +11,7 @@ from memserve import _core
 from memserve.base.types import Role
 from memserve.kv.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from memserve.router.placement.candidates import Ask, Candidate, Holding
-from memserve.router.placement.routing import DECODE_WINDOW, cost, native_prices, split
+from memserve.router.placement.routing import DECODE_WINDOW, cost, lacking_ns, native_prices, split
 
 HOSTS = ("", "a", "b", "c")
 ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
@@ -75,7 +75,7 @@ def columns(ask: Ask, candidates: list[Candidate]):
     loads = np.zeros((3, 3, len(candidates)), np.int64)
     for c in candidates:
         loads[0, :, c.number] = c.prefill_tokens, c.sequences, c.context_tokens
-        loads[2, 2, c.number] = -c.room_tokens % ask.block_tokens  # context sent since: never more than there is
+        loads[1:, 2, c.number] = c.context_tokens - (waits := -c.room_tokens % ask.block_tokens), waits  # for memory
     room = np.array([-(-c.room_tokens // ask.block_tokens) for c in candidates])
     tiers = [(c.matched_tokens // ask.block_tokens, c.dram_tokens // ask.block_tokens) for c in candidates]
     return loads, room, np.ascontiguousarray(np.array(tiers).T), np.array([HOSTS.index(c.host_id) for c in candidates])
@@ -104,7 +104,9 @@ def test_the_pair_is_the_one_that_the_policy_chooses(seed, scale, most):
     rng = np.random.default_rng(seed)
     ask, candidates = random_fleet(rng, most, scale)
     expected = cost(ask, *split(candidates))
-    for row, chosen in zip(ask_core(ask, candidates), (expected.first, expected.decode_at), strict=True):
+    *rows, least_lacking_ns = ask_core(ask, candidates)
+    assert least_lacking_ns == min(lacking_ns(ask, candidate) for candidate in split(candidates)[0])
+    for row, chosen in zip(rows, (expected.first, expected.decode_at), strict=True):
         assert (row is None) == (chosen is None)
         if chosen is not None:
             number, queue, sequences, context, room, sent, matched, dram = row
@@ -134,7 +136,7 @@ def plainly(
 
 def test_the_lowest_number_of_equals():
     assert plainly([1, 2])[0][0] == 1 and plainly([1, 2])[1] is None
-    first, decoder = plainly([1, 2], [0])
+    first, decoder, _ = plainly([1, 2], [0])
     assert (first[0], decoder[0]) == (1, 0)
 
 

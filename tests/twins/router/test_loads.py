@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,3 +101,5 @@ def test_loads_are_what_was_sent_and_what_was_said(taken: list[tuple[str, int, o
             assert table.own_of(at) == known.own()
             assert table.work_of(at) == known.known()
             assert tuple(table.tables[2, :, at]) == total(known.since), "the core reads it, too"
+            room = 32 * table.room_blocks[at] - (known.known().context_tokens - known.reported.context_tokens)
+            assert table.room_tokens(np.array([at]), 32).tolist() == [table.room_tokens_of(at, 32)] == [room]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from cluster_world import GEOMETRY, World, a_request, info
+from memserve import _core
 from memserve.base.config import ClusterConfig
 from memserve.base.plugins import ROUTING_POLICIES
 from memserve.base.types import KVGeometry, Role, Tier
@@ -21,10 +22,19 @@ from memserve.protocol.messages import Dispatch, Heartbeat, Join, KvChange, KvEv
 from memserve.protocol.peers import Load, Peer
 from memserve.router.events import InstanceDrained, MessageArrived, RequestArrived, Send
 from memserve.router.machine import Cluster
-from memserve.router.members.loads import LoadTable
+from memserve.router.members.loads import LoadTable, Work
 from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding
 from memserve.router.placement.placer import ALL_OF
-from memserve.router.placement.routing import first_cost, handoff_ns, policy_named, route, split, weigh
+from memserve.router.placement.routing import (
+    first_cost,
+    handoff_ns,
+    lacking_ns,
+    others_ns,
+    policy_named,
+    route,
+    split,
+    weigh,
+)
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
 COSTS = CostModel()
@@ -115,6 +125,60 @@ def test_prompt_tree_avoids_overloaded_instance_with_reason():
 def test_cost_weighs_the_queue_against_the_prefix():
     for queue, expected in ((500, 0), (50_000, 1)):
         assert choice("cost", ASK, some(C, C, matched_tokens=[900, 0], prefill_tokens=[queue, 0])) == (expected, None)
+
+
+def test_cost_spares_a_queue_what_another_instance_has():
+    """What is computed beyond what the holder would compute delays those behind it: none where no queue is."""
+    for queue, expected in ((4500, 0), (0, 1)):
+        busy = some(C, C, matched_tokens=[900, 0], prefill_tokens=[queue + 1500, queue])
+        assert choice("cost", ASK, busy) == (expected, None)
+        unknown = some(C, C, prefill_tokens=[queue + 1500, queue])
+        assert choice("cost", ASK, unknown) == (1, None), "one of them computes all of it in any case"
+
+
+def test_cost_counts_all_sequences_where_memory_is_full():
+    for room, expected in ((500, 0), (2000, 1)):
+        full = some(
+            C, C, matched_tokens=[900, 0], prefill_tokens=[4000, 0], sequences=[20, 20], room_tokens=[2000, room]
+        )
+        assert choice("cost", ASK, full) == (expected, None)
+
+
+def test_cost_counts_fetched_kv_as_if_it_were_computed():
+    ask = Ask(1000, 64, token_bytes=100, holdings=(Holding(0, 900, "h"),))
+    holder, fetcher = some(C, C, matched_tokens=[900, 0], prefill_tokens=[2000, 1500], host_id=["h", "h"])
+    assert first_cost(ask, fetcher).fetch_ns and first_cost(ask, fetcher).total_ns < first_cost(ask, holder).total_ns
+    assert choice("cost", ask, [holder, fetcher]) == (0, None)
+    assert choice("cost", ask, [holder, structs.replace(fetcher, prefill_tokens=0)]) == (1, None)
+
+
+def test_explanation_of_cost_names_what_others_lose():
+    candidates = some(C, C, matched_tokens=[900, 0], prefill_tokens=[20_000, 1000])
+    first, second = candidates
+    spared_ns = lacking_ns(ASK, second) - lacking_ns(ASK, first)
+    assert others_ns(ASK, second, lacking_ns(ASK, first)) == spared_ns, "a queue of one such prompt"
+    decided = route("cost", ASK, candidates)
+    assert decided.first is second and f"others {spared_ns / 1e6:.1f}" in decided.reason
+    alone = structs.replace(ASK, least_lacking_ns=lacking_ns(ASK, first))
+    assert route("cost", alone, [second]).reason == decided.reason, "of all, where only the best are shown"
+    assert "others" not in route("cost", ASK, some(C, C)).reason
+
+
+def test_room_is_without_those_that_wait_for_it():
+    """The instance runs the first of two contexts, and has known of both for a heartbeat."""
+    loads = LoadTable()
+    loads.add_member(0, C, 1000, 10)
+    charges = [loads.charge_work(0, Work(0, 1, tokens)) for tokens in (64, 40)]
+    assert loads.room_tokens(np.array([0]), 32).tolist() == [320 - 104]
+    loads.apply_heartbeat(0, Load(sequences_running=1, context_tokens_running=64, hbm_blocks_available=8))
+    assert loads.room_tokens(np.array([0]), 32).tolist() == [256 - 40]
+    row = _core.shortlist(
+        [np.array([0])], loads.tables, loads.room_blocks, np.zeros((2, 8), np.int64), (), (), (1, 1), 6
+    )
+    assert row[0][4] * 32 - row[0][5] == 256 - 40, "native code sees the same"
+    assert loads.room_tokens_of(0, 32) == 256 - 40
+    loads.discharge_work(charges[0])
+    assert loads.room_tokens_of(0, 32) == 256 - 40, "what it gives back is in the next heartbeat"
 
 
 def test_cost_prefers_hbm_to_dram_and_its_own_to_others():

@@ -73,11 +73,11 @@ class RatioPlan:
     seed: int = 0
 
 
-def groups_workload(rate: float, seed: int) -> Workload:
+def groups_workload(rate: float, seed: int, groups: int = GROUPS) -> Workload:
     """Requests of groups in random order, each behind its group's prefix."""
     prefix_blocks, question_blocks = PREFIX_TOKENS // BLOCK_TOKENS + 1, QUESTION_TOKENS // BLOCK_TOKENS + 1
     sessions = []
-    for place in draws(seed, "order").permutation(GROUPS * USERS).tolist():
+    for place in draws(seed, "order").permutation(groups * USERS).tolist():
         group, number = divmod(place, USERS)
         spans = (
             Span(group * prefix_blocks, prefix_blocks * BLOCK_TOKENS),
@@ -95,16 +95,21 @@ def _patient(policy: str) -> ClusterConfig:
 
 def precise_worlds(plan: RatioPlan) -> Iterator[tuple[str, RuledWorld]]:
     """By load, and by exact prefixes in several ways; last with prefixes that instances take from each other."""
+    workload = groups_workload(plan.rate, plan.seed)
+    rules = "least-load", "prompt-tree", "llm-d", "cost"
+    for policy, fetches in (*((rule, False) for rule in rules), ("prompt-tree", True), ("cost", True)):
+        name = f"{policy}{'' if fetches else ', no fetches'}"
+        yield name, precise_world(workload, policy, fetches)
+
+
+def precise_world(workload: Workload, policy: str, fetches: bool) -> RuledWorld:
+    """Six instances that play ``workload`` under ``policy`` or a rule of others."""
     hardware = machine("qwen3-32b", "h100", 2, block_tokens=BLOCK_TOKENS)
     blocks = int(GROUPS * PREFIX_TOKENS / FILL / ALL_OF / BLOCK_TOKENS)
     hardware = dataclasses.replace(hardware, hbm_blocks=blocks)
-    workload = groups_workload(plan.rate, plan.seed)
-    rules = "least-load", "prompt-tree", "llm-d", "cost", "cost-line"
-    for policy, fetches in (*((rule, False) for rule in rules), ("cost", True)):
-        cluster = _patient("prompt-tree" if policy in RULES else policy)
-        setup = Setup(parse_instances(str(ALL_OF)), hardware, cluster, GPU_SCHEDULER)
-        name = f"{policy}{'' if fetches else ', no fetches'}"
-        yield name, RuledWorld(setup, workload, RULES.get(policy), fetches)
+    cluster = _patient("prompt-tree" if policy in RULES else policy)
+    setup = Setup(parse_instances(str(ALL_OF)), hardware, cluster, GPU_SCHEDULER)
+    return RuledWorld(setup, workload, RULES.get(policy), fetches)
 
 
 def store_worlds(plan: RatioPlan) -> Iterator[tuple[str, RuledWorld]]:

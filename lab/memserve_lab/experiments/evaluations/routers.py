@@ -31,8 +31,6 @@ from memserve_lab.workloads.records import Workload
 OURS = "cost"
 SINGLE = ("least-load", "session", "prompt-tree")
 POLICIES = (*SINGLE, "dynamo", "llm-d", OURS)
-STUDIED = "cost-line"
-"""A rule that only ``--policies`` names."""
 DEFAULT = "as it is"
 """Measured beside the rules."""
 INSTANCES = 6
@@ -151,9 +149,7 @@ class RouterResults(StudyResults):
         ours = next((point for point in points if point.policy == DEFAULT), None)
         ratios = {}
         for name, fetches in (("as they are", False), ("with our fetches", True)):
-            rivals = [
-                point for point in points if point.policy not in (OURS, STUDIED, DEFAULT) and point.fetches is fetches
-            ]
+            rivals = [point for point in points if point.policy not in (OURS, DEFAULT) and point.fetches is fetches]
             if ours is not None and rivals:
                 ratios[f"mean, {name}"] = ours.ttft_mean_s / min(point.ttft_mean_s for point in rivals)
                 ratios[f"P99, {name}"] = ours.ttft_p99_s / min(point.ttft_p99_s for point in rivals)

@@ -33,7 +33,7 @@ class Candidate(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     """Tokens in the contexts of those sequences: what each decode step reads."""
     room_tokens: int = 1 << 40
-    """Tokens of KV that fit, evictable cache included."""
+    """Tokens of KV that fit, evictable cache included, behind those that wait for it. Below 0: more wait than fit."""
     matched_tokens: int = 0
     """The prompt's prefix in its cache, HBM and DRAM."""
     dram_tokens: int = 0
@@ -78,6 +78,8 @@ class Ask(msgspec.Struct, frozen=True):
     """Pieces of a block when it is handed to the decoder. 1: whole blocks. The number of layers: page by page."""
     state_blocks: int = 0
     """Blocks of the recurrent state that goes with KV, handed over or fetched. 0: layers keep KV alone."""
+    least_lacking_ns: int | None = None
+    """The shortest time in which any instance computes what it lacks of the prompt. None: the candidates are all."""
 
 
 class Route(NamedTuple):

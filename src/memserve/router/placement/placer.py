@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import structs
 
 from memserve import _core
 from memserve.base.config import ClusterConfig
@@ -136,7 +137,7 @@ class Placer:
         prompt_tokens += emitted_tokens
         most = self._longest_holders(matches)
         ask = self._build_ask(req, prompt_tokens, most)
-        first_of, *decoders = self._candidates_by_side(ask, sides, matches)
+        ask, (first_of, *decoders) = self._candidates_by_side(ask, sides, matches)
         decided = self._decide(ask, first_of, decoders[0] if decoders else ())
         first = self._registry.member_by_number(decided.first.number)
         decode_at = decided.decode_at and self._registry.member_by_number(decided.decode_at.number)
@@ -268,8 +269,8 @@ class Placer:
         on_disk = lower * block_tokens if member.is_store else 0
         return Holding(number, blocks * block_tokens, member.info.host_id, on_disk, member.costs.disk)
 
-    def _candidates_by_side(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
-        """Those worth a look, of each team."""
+    def _candidates_by_side(self, ask: Ask, sides: list[Team], matches: Matches) -> tuple[Ask, list[list[Candidate]]]:
+        """Those worth a look, of each team, and ``ask`` with what had to be found among all."""
         if self._config.policy == "cost":
             return self._cheapest_pair(ask, sides, matches)
         respects, loads = _RESPECTS.get(self._config.policy, _ANY_RESPECT), self._loads
@@ -283,7 +284,7 @@ class Placer:
                 numbers, loads.tables, loads.room_blocks, matches.columns, ask.favourites, respects, overload, ALL_OF
             )
             candidates.append([self._make_candidate(ask.block_tokens, *row) for row in rows])
-        return candidates
+        return ask, candidates
 
     def _best_fitting_numbers(self, numbers: list[Ints], ask: Ask) -> list[Ints]:
         """Those with the least room left over; the most room where none has enough for the prompt."""
@@ -293,11 +294,11 @@ class Placer:
         best = fitting.min() if len(fitting) else every.max()
         return [group[room == best] for group, room in zip(numbers, rooms, strict=True) if (room == best).any()]
 
-    def _cheapest_pair(self, ask: Ask, sides: list[Team], matches: Matches) -> list[list[Candidate]]:
+    def _cheapest_pair(self, ask: Ask, sides: list[Team], matches: Matches) -> tuple[Ask, list[list[Candidate]]]:
         """The best pair, or the best one that does all of it."""
         loads, (first, *decoder_sides) = self._loads, sides
         holding = ask.holdings[0] if ask.holdings else Holding(-1, 0)
-        rows = _core.cheapest(
+        *rows, least_lacking_ns = _core.cheapest(
             [(numbers, role is not Role.PREFILL or not decoder_sides) for role, numbers in first],
             [numbers for side in decoder_sides for _, numbers in side],
             loads.tables, loads.room_blocks, matches.columns, loads.hosts, ask.favourites, loads.prices,
@@ -308,11 +309,12 @@ class Placer:
             ),
             (holding.number, holding.tokens, holding.disk_tokens), DECODE_WINDOW,
         )  # fmt: skip
-        return [[self._make_candidate(ask.block_tokens, *row)] for row in rows if row is not None]
+        ask = structs.replace(ask, least_lacking_ns=least_lacking_ns)
+        return ask, [[self._make_candidate(ask.block_tokens, *row)] for row in rows if row is not None]
 
     def _make_candidate(self, block_tokens: int, number: int, *row: int) -> Candidate:
         """From a row of the core, where room and matches are in blocks."""
-        prefill, sequences, context, room, sent_tokens, matched, dram = row
+        prefill, sequences, context, room, waiting_tokens, matched, dram = row
         member = self._registry.member_by_number(number)
         info = member.info
         return Candidate(
@@ -323,7 +325,7 @@ class Placer:
             prefill_tokens=prefill,
             sequences=sequences,
             context_tokens=context,
-            room_tokens=room * block_tokens - sent_tokens,  # the last heartbeat did not know of what was sent since
+            room_tokens=room * block_tokens - waiting_tokens,  # the room of the last heartbeat is for those that ran
             matched_tokens=matched * block_tokens,
             dram_tokens=dram * block_tokens,
             costs=member.costs,

@@ -5,15 +5,26 @@
     prompt-tree   longest cached prefix, unless that one is overloaded (the global prompt trees of MemServe 6)
     affinity      the session's place, else an exact hit, else the longest prefix, else by load
     best-fit      least room left over, ties by load
-    cost          shortest expected time to the first token, and what decoding there costs all (MemServe 5.3)
+    cost          shortest expected time to the first token, and what it costs all others (MemServe 5.3)
 
 Each gives its reason in words. Ties go to an instance that knows the session, then to the lowest number.
 
 ``cost`` adds up, with each candidate's own profile::
 
     first     max(prompts before it, fetch) + the next step + swap in + prefill, by the quickest way to get the KV
+    others    what computing more of the prompt than the instance with the longest prefix takes from those behind it
     between   transfer of what the decoder lacks, which the decoder pulls
     decoder   the decode steps to come, with the sequences that decode there
+
+What is computed for ``w`` delays by ``w`` each prompt that comes before the queue is empty. While a queue is as long as
+it is, as many come in the time that it lasts as are in it (Little's law), so those before a prompt are the estimate of
+those behind it. Where memory is full, prompts wait until sequences end, and these end later by what is computed
+between their steps: then all sequences there count. Three things follow from what the sum is for:
+
+* What no instance has must be computed by one of them, so it takes nothing that could be spared: ``w`` counts beyond
+  the least of all instances. Prompts that nothing is known of go where they are soonest.
+* KV that is fetched counts as if it were computed: it takes the room of as much other KV, which is computed again.
+* An idle instance has no queue to delay: a prefix that many ask for is soon at several instances.
 
 ``_core.cheapest`` computes these sums for all instances of a cluster at once, and chooses as :func:`cost` does.
 """
@@ -198,12 +209,32 @@ def _prompts_ns(ask: Ask, candidate: Candidate) -> int:
     return candidate.prefill_tokens * candidate.costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
 
 
+def lacking_ns(ask: Ask, candidate: Candidate) -> int:
+    """Time to compute what ``candidate`` itself does not have of the prompt."""
+    own_tokens = min(candidate.matched_tokens, ask.prompt_tokens - 1)
+    return candidate.costs.prefill_ns(ask.prompt_tokens - own_tokens, own_tokens)
+
+
+def others_ns(ask: Ask, candidate: Candidate, least_ns: int) -> int:
+    """Time that others lose there, all together, by what another instance need not compute. ``least_ns``: the least
+    :func:`lacking_ns` of all instances that may compute the prompt."""
+    spared_ns = max(0, lacking_ns(ask, candidate) - least_ns)
+    behind_ns = candidate.prefill_tokens * spared_ns // ask.prompt_tokens  # prompts taken to be like this one
+    if _is_full(ask, candidate):  # they wait for those that decode, too
+        return max(behind_ns, candidate.sequences * spared_ns)
+    return behind_ns
+
+
+def _is_full(ask: Ask, candidate: Candidate) -> bool:
+    return ask.prompt_tokens > candidate.room_tokens
+
+
 def _decode_ns(ask: Ask, candidate: Candidate) -> int:
     """Time of decoding there: the steps to come, and the wait for memory if there is none."""
     batch = candidate.sequences + ask.sequences
     context_tokens = candidate.context_tokens + ask.sequences * ask.prompt_tokens
     steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
-    if ask.prompt_tokens > candidate.room_tokens:
+    if _is_full(ask, candidate):
         steps += DECODE_WINDOW  # another sequence must end first
     return steps * candidate.costs.decode_step_ns(batch, context_tokens)
 
@@ -236,15 +267,22 @@ class Weighed(NamedTuple):
 def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> list[Weighed]:
     """Every pair, and every candidate that can do both parts alone."""
     ready = [(candidate, _decoder_ns(ask, candidate)) for candidate in decoders]
+    least_ns = _least_lacking_ns(ask, first)
     weighed = []
     for candidate in first:
-        total_ns = first_cost(ask, candidate).total_ns
+        total_ns = first_cost(ask, candidate).total_ns + others_ns(ask, candidate, least_ns)
         if candidate.role is not Role.PREFILL or not ready:
             weighed.append(Weighed(total_ns + _decode_ns(ask, candidate), candidate, None))
             continue
         for decoder, decode_ns in ready:
             weighed.append(Weighed(total_ns + handoff_ns(ask, candidate, decoder) + decode_ns, candidate, decoder))
     return weighed
+
+
+def _least_lacking_ns(ask: Ask, first: Sequence[Candidate]) -> int:
+    if ask.least_lacking_ns is not None:
+        return ask.least_lacking_ns
+    return min([lacking_ns(ask, candidate) for candidate in first])
 
 
 def native_prices(profiles: Iterable[CostModel]) -> _core.RoutingPrices:
@@ -270,16 +308,17 @@ def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) ->
         weighed = weigh(ask, first, decoders)
         least_ns = min([entry.total_ns for entry in weighed])
         _, best_first, best_decoder = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
-    return Route(best_first, best_decoder, _cost_reason(ask, best_first, best_decoder))
+    lost_ns = others_ns(ask, best_first, _least_lacking_ns(ask, first))
+    return Route(best_first, best_decoder, _cost_reason(ask, best_first, best_decoder, lost_ns))
 
 
-_SPENT = "queue", "fetch", "swap in", "prefill", "transfer"
+_SPENT = "queue", "fetch", "swap in", "prefill", "transfer", "others"
 
 
-def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
+def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None, lost_ns: int) -> str:
     _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = first_cost(ask, first)
     transfer_ns = 0 if decoder is None else handoff_ns(ask, first, decoder)
-    spent_ns = queue_ns, fetch_ns, swap_ns, prefill_ns, transfer_ns
+    spent_ns = queue_ns, fetch_ns, swap_ns, prefill_ns, transfer_ns, lost_ns
     listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in zip(_SPENT, spent_ns, strict=True) if ns])
     places = f"{first.name} to {decoder.name}" if decoder is not None else first.name
     return f"cost: {places} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"

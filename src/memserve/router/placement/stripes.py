@@ -120,7 +120,7 @@ class StripePlacer:
             for member in self._registry
             if member is not runner and _computes_stripes(member) and not loads.prefill_tokens_of(member.number)
             and member.info.context_tokens > prompt
-            and int(loads.room_blocks[member.number]) * block_tokens - int(loads.tables[2, 2, member.number]) > prompt
+            and loads.room_tokens_of(member.number, block_tokens) > prompt
         ]  # fmt: skip
         able.sort(key=lambda member: (sum(loads.work_of(member.number)), member.number))
         return able[: min(INSTANCES_MAX, self._config.sequence_instances_max) - 1]
