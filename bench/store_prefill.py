@@ -1,0 +1,158 @@
+"""What writing KV to a store adds to prefill: ``memserve serve`` with a store beside one without, in turns.
+
+    python bench/store_prefill.py [--tokens 512,2048,8192] [--rounds 9] [--streams 4] [--json FILE]
+
+Two servers that differ in ``--store-dram`` alone, each with one instance; what that computes its store takes at once.
+In each round each of them computes one prompt of each length, of random tokens that are found nowhere, and says one
+token: once *idle*, and once *busy*, while so many ``--streams`` of it are being answered. The longest prompt is cut to
+what the model's context takes.
+
+* *wall*: seconds to the first token, with a store by without one: the median of the rounds' ratios, and the quartiles.
+* *CPU*: of the instance's threads up to the first token, with a store by without one; what they take *behind* it, until
+  all lies in the store, and what the *store's* process takes, both as a share of the prompt's own. Other programs
+  change these less. While streams are answered their steps are in both, and nothing is said of what is behind.
+
+A prompt counts only when all of its blocks were taken. Seals are computed in both servers; what is measured is the
+offer, the store's copy, and what it tells the router.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from typing import Any
+
+from harness.clients import completion, greedy, meanwhile, stream
+from harness.flags import Commas, options, save
+from harness.processes import threads_cpu_s, wait_until
+from harness.prompts import random_tokens
+from harness.rounds import Samples, median, ratios, spread, turns
+from harness.served import BLOCK, WAIT_S, Side, plain_side
+from harness.tables import show
+
+CONTEXT_TOKENS = 8192
+STREAM_TOKENS = 2000
+"""Of an answer beside which prompts are computed; a new one begins when it ends."""
+STATES = ("idle", "busy")
+
+
+class Written:
+    """Waits until the KV of a prompt lies in the store of ``side``."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        self._before = self._blocks()
+
+    def _blocks(self) -> float:
+        return self._side.total("store_kv_blocks_stored")
+
+    def wait(self, tokens: int) -> None:
+        """Until the blocks of so many more tokens have come. Ends the script when they do not."""
+        blocks = tokens // BLOCK
+        wait_until(lambda: self._blocks() - self._before >= blocks, f"{blocks} blocks in the store", WAIT_S, 0.2)
+
+
+@contextmanager
+def busy(side: Side, streams: int, rng: random.Random) -> Iterator[None]:
+    """So many answers are written as long as the block runs, all of which have begun."""
+    begun = threading.Barrier(streams + 1)
+
+    def answer(over: threading.Event, prompt: list[int]) -> None:
+        is_first = True
+
+        def on_event(_: Any) -> bool:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                begun.wait(WAIT_S)
+            return over.is_set()
+
+        while not over.is_set():
+            stream(side.server.url, greedy(prompt, STREAM_TOKENS), on_event=on_event)
+
+    prompts = [random_tokens(BLOCK - 1, rng) for _ in range(streams)]  # less than a block: nothing to write at first
+    with meanwhile(*(lambda over, prompt=prompt: answer(over, prompt) for prompt in prompts)):
+        begun.wait(WAIT_S)
+        yield
+
+
+def prefill(side: Side, has_store: bool, prompt: list[int], settle_s: float) -> dict[str, float]:
+    """One prompt: seconds to the first token, and CPU time of instance and store."""
+    members = side.server.children()
+    written = Written(side) if has_store else None
+    before_s = {name: threads_cpu_s(pid) for name, pid in members.items()}
+    answer = completion(side.server.url, prompt, 1).checked()
+    cpu_s = threads_cpu_s(members["c1"]) - before_s["c1"]
+    if written is not None:
+        written.wait(len(prompt))
+    else:
+        time.sleep(settle_s)  # as long as a heartbeat of the store takes
+    after_s = threads_cpu_s(members["c1"]) - before_s["c1"] - cpu_s
+    store_s = threads_cpu_s(members["s1"]) - before_s["s1"] if has_store else 0.0
+    return {"first_s": answer.first_s, "cpu_s": cpu_s, "after_s": after_s, "store_cpu_s": store_s}
+
+
+def measure(args: Namespace) -> dict[str, Samples]:
+    """Samples of each figure, by state, tokens and server."""
+    flags = ["--dtype", args.dtype, "--kv-memory", args.kv_memory, "--draft-tokens", "0"]
+    samples: dict[str, Samples] = {name: Samples() for name in ("first_s", "cpu_s", "after_s", "store_cpu_s")}
+    rng = random.Random(args.seed)
+    with (
+        plain_side("without", *flags, model=args.model) as without,
+        plain_side("store", *flags, "--store-dram", args.store_dram, model=args.model) as stored,
+    ):
+        for number, side in turns(args.rounds, (without, stored), warm=1):
+            for state, tokens in product(args.states, args.tokens):
+                prompt = random_tokens(min(tokens, CONTEXT_TOKENS - BLOCK), rng)
+                if state == "busy":
+                    with busy(side, args.streams, rng):
+                        figures = prefill(side, side is stored, prompt, args.settle_s)
+                else:
+                    figures = prefill(side, side is stored, prompt, args.settle_s)
+                for name, value in figures.items() if number >= 0 else ():
+                    samples[name][state, tokens, side.name].append(value)
+            print(f"round {number + 1} of {args.rounds}: {side.name}", flush=True)
+    return samples
+
+
+def rows_of(args: Namespace, samples: dict[str, Samples]) -> Iterator[dict[str, Any]]:
+    """A row for each state and length."""
+    for state, tokens in product(args.states, args.tokens):
+        without, stored = (state, tokens, "without"), (state, tokens, "store")
+        wall = ratios(samples["first_s"][stored], samples["first_s"][without])
+        spent_s = samples["cpu_s"].median(without)
+        behind_s = samples["after_s"].median(stored) - samples["after_s"].median(without)
+        yield {
+            "state": state, "tokens": min(tokens, CONTEXT_TOKENS - BLOCK), "rounds": len(wall),
+            "first_ms": 1e3 * samples["first_s"].median(without), "wall": median(wall), "wall_text": spread(wall),
+            "cpu": samples["cpu_s"].ratio(stored, without), "behind": behind_s / spent_s if state == "idle" else None,
+            "store_cpu": samples["store_cpu_s"].median(stored) / spent_s,
+            "cpu_text": spread(ratios(samples["cpu_s"][stored], samples["cpu_s"][without])),
+        }  # fmt: skip
+
+
+def main() -> None:
+    args = options(
+        __doc__, tokens=Commas(512, 2048, 8192), states=Commas(*STATES), rounds=9, model="", dtype="bfloat16",
+        streams=(4, "answers that are written at the same time, of a busy instance"), kv_memory="512MiB",
+        store_dram="2GiB", settle_s=(2.5, "seconds that the server without a store waits"), seed=1,
+        quick={"tokens": [512, 2048], "rounds": 3},
+    )  # fmt: skip
+    samples = measure(args)
+    rows = list(rows_of(args, samples))
+    show(rows, {
+        "instance": "{state}", "prompt": "{tokens:,} tokens", "TTFT without": "{first_ms:,.0f} ms",
+        "TTFT, with / without": "{wall_text}", "its CPU, with / without": "{cpu_text}",
+        "behind it": "{behind:.2%}", "store's CPU": "{store_cpu:.2%}",
+    })  # fmt: skip
+    parts = {name: [{"of": list(key), "s": values} for key, values in of.items()] for name, of in samples.items()}
+    save(args, {"points": rows, "samples": parts})
+
+
+if __name__ == "__main__":
+    main()
