@@ -1,6 +1,6 @@
 """The short half of what is measured, in a quarter of an hour: ``make bench``.
 
-    python bench/short.py [--minutes 15] [--folder build/bench] [--tools DIR --vllm PYTHON --llama-server PATH]
+    python bench/short.py [--minutes 13] [--folder build/bench] [--tools DIR --vllm PYTHON --llama-server PATH]
 
 Runs one after the other: the engine (``memserve bench engine``), what a store adds to prefill
 (``bench/store_prefill.py --quick``), the leaderboard's short round (``bench/leaderboard.py --short``), and those of the
@@ -13,6 +13,7 @@ after ``--minutes`` is left out, and said.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,11 @@ from harness import BENCH, ROOT
 from harness.flags import options
 from harness.processes import end_in_order
 
-STUDIES = ("paging-sharegpt", "paging-alpaca", "memserve-8-long", "memserve-14-24", "memserve-8-chat")
-"""Result files of the simulator, the shortest first."""
+STUDIES = (
+    "paging-sharegpt", "paging-alpaca", "memserve-8-long", "memserve-8-chat", "memserve-8-chat-8b", "memserve-14-24",
+    "memserve-8-react",
+)  # fmt: skip
+"""Result files of the simulator, the shortest first. The same commands give the same figures on every machine."""
 LEADERBOARD_SHARE = 0.6
 """Of the time, which the leaderboard may take."""
 
@@ -43,6 +48,8 @@ class Step:
     result: str
     is_written: bool = False
     """The command writes the file itself; else its output becomes it."""
+    is_simulated: bool = False
+    """In virtual time, by one thread: beside others."""
 
 
 def memserve(command: str) -> list[str]:
@@ -63,20 +70,21 @@ def steps(args: Namespace, results: Path) -> Iterator[Step]:
     for name in STUDIES:
         command = json.loads((BENCH / "results" / f"{name}.json").read_text())["command"]
         out = results.parent / "studies" / name
-        yield Step(command, [*memserve(command), "--json", "--out", str(out)], name)
+        yield Step(command, [*memserve(command), "--json", "--out", str(out)], name, is_simulated=True)
 
 
 def record_of(step: Step, output: str) -> Any:
     """What a command has printed: one object, or a head and one for each figure."""
-    if step.result != "engine":
-        return json.loads(output)
+    if step.is_simulated:
+        return json.loads(output) | {"command": step.title}
     head, *points = map(json.loads, output.splitlines())
     return {"command": shlex.join(step.command[2:]), "head": head, "points": points}
 
 
 def run_step(step: Step, results: Path) -> str:
     """What came of it: empty, or why there is no result."""
-    run = subprocess.run(step.command, stdout=None if step.is_written else subprocess.PIPE, text=True)
+    output = {"stdout": None if step.is_written else subprocess.PIPE}
+    run = subprocess.run(step.command, text=True, stderr=subprocess.DEVNULL if step.is_simulated else None, **output)
     if run.returncode:
         return f"ended with {run.returncode}"
     if not step.is_written:
@@ -86,6 +94,24 @@ def run_step(step: Step, results: Path) -> str:
             return f"printed no result: {error}"
         (results / f"{step.result}.json").write_text(json.dumps(record, indent=1) + "\n")
     return ""
+
+
+def run_all(todo: list[Step], results: Path, began_s: float, minutes: float) -> list[str]:
+    """What is left out, and why. What is measured runs alone, then simulations side by side."""
+
+    def run(numbered: tuple[int, Step]) -> str:
+        number, step = numbered
+        if (spent_min := (time.monotonic() - began_s) / 60) > minutes:
+            return f"{step.title}: the time is over"
+        print(f"[{number} of {len(todo)}, {spent_min:.1f} min] {step.title}", flush=True)
+        reason = run_step(step, results)
+        return f"{step.title}: {reason}" if reason else ""
+
+    measured = [(number, step) for number, step in enumerate(todo, 1) if not step.is_simulated]
+    simulated = [(number, step) for number, step in enumerate(todo, 1) if step.is_simulated]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        reasons = [*map(run, measured), *pool.map(run, simulated)]
+    return [reason for reason in reasons if reason]
 
 
 def write_pages(folder: Path) -> list[Path]:
@@ -101,7 +127,7 @@ def write_pages(folder: Path) -> list[Path]:
 
 def main() -> None:
     args = options(
-        __doc__, minutes=(15.0, "until nothing further begins"), vllm="", llama_server=("", "llama.cpp's server"),
+        __doc__, minutes=(13.0, "until nothing further begins"), vllm="", llama_server=("", "llama.cpp's server"),
         tools=(ROOT / "build" / "tools", "a folder with an environment for each tool"), folder=ROOT / "build" / "bench",
     )  # fmt: skip
     end_in_order()
@@ -110,15 +136,7 @@ def main() -> None:
     for path in (BENCH / "results").glob("*.json"):
         if path.name != "leaderboard.json":
             shutil.copy(path, results)
-    todo, left_out = list(steps(args, results)), []
-    for number, step in enumerate(todo, 1):
-        spent_min = (time.monotonic() - began_s) / 60
-        if spent_min > args.minutes:
-            left_out.append(f"{step.title}: the time is over")
-            continue
-        print(f"[{number} of {len(todo)}, {spent_min:.1f} min] {step.title}", flush=True)
-        if reason := run_step(step, results):
-            left_out.append(f"{step.title}: {reason}")
+    left_out = run_all(list(steps(args, results)), results, began_s, args.minutes)
     pages = write_pages(args.folder)
     for line in left_out:
         print(f"left out: {line}")

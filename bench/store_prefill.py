@@ -9,10 +9,10 @@ what the model's context takes.
 
 * *wall*: seconds to the first token, with a store by without one: the median of the rounds' ratios, and the quartiles.
 * *CPU*: of the instance's threads up to the first token, with a store by without one; what they take *behind* it, until
-  all lies in the store, and what the *store's* process takes, both as a share of the prompt's own. Other programs
-  change these less. While streams are answered their steps are in both, and nothing is said of what is behind.
+  all lies in the store, and what the *store's* process takes beyond what it takes at rest, both as a share of the
+  prompt's own. Other programs change these less. Of the idle instance alone: else steps of the streams are in it.
 
-A prompt counts only when all of its blocks were taken. Seals are computed in both servers; what is measured is the
+A prompt counts only when all of its blocks were taken. The store is full from the second round on, as one that runs. Seals are computed in both servers; what is measured is the
 offer, the store's copy, and what it tells the router.
 """
 
@@ -82,10 +82,15 @@ def busy(side: Side, streams: int, rng: random.Random) -> Iterator[None]:
 
 
 def prefill(side: Side, has_store: bool, prompt: list[int], settle_s: float) -> dict[str, float]:
-    """One prompt: seconds to the first token, and CPU time of instance and store."""
+    """One prompt: seconds to the first token, CPU time of the instance until then and behind it, and of the store."""
     members = side.server.children()
+    store = members.get("s1")
+    begin_s = threads_cpu_s(store) if store else 0.0
+    time.sleep(settle_s)
+    rest_s = (threads_cpu_s(store) - begin_s) / settle_s if store else 0.0  # a second, for what is not this prompt
     written = Written(side) if has_store else None
     before_s = {name: threads_cpu_s(pid) for name, pid in members.items()}
+    began_s = time.monotonic()
     answer = completion(side.server.url, prompt, 1).checked()
     cpu_s = threads_cpu_s(members["c1"]) - before_s["c1"]
     if written is not None:
@@ -93,7 +98,7 @@ def prefill(side: Side, has_store: bool, prompt: list[int], settle_s: float) -> 
     else:
         time.sleep(settle_s)  # as long as a heartbeat of the store takes
     after_s = threads_cpu_s(members["c1"]) - before_s["c1"] - cpu_s
-    store_s = threads_cpu_s(members["s1"]) - before_s["s1"] if has_store else 0.0
+    store_s = threads_cpu_s(store) - before_s["s1"] - rest_s * (time.monotonic() - began_s) if store else 0.0
     return {"first_s": answer.first_s, "cpu_s": cpu_s, "after_s": after_s, "store_cpu_s": store_s}
 
 
@@ -127,20 +132,22 @@ def rows_of(args: Namespace, samples: dict[str, Samples]) -> Iterator[dict[str, 
         wall = ratios(samples["first_s"][stored], samples["first_s"][without])
         spent_s = samples["cpu_s"].median(without)
         behind_s = samples["after_s"].median(stored) - samples["after_s"].median(without)
-        yield {
+        row = {
             "state": state, "tokens": min(tokens, CONTEXT_TOKENS - BLOCK), "rounds": len(wall),
             "first_ms": 1e3 * samples["first_s"].median(without), "wall": median(wall), "wall_text": spread(wall),
-            "cpu": samples["cpu_s"].ratio(stored, without), "behind": behind_s / spent_s if state == "idle" else None,
-            "store_cpu": samples["store_cpu_s"].median(stored) / spent_s,
-            "cpu_text": spread(ratios(samples["cpu_s"][stored], samples["cpu_s"][without])),
         }  # fmt: skip
+        if state == "idle":  # beside streams, steps of these are in all of it
+            cpu = ratios(samples["cpu_s"][stored], samples["cpu_s"][without])
+            row |= {"cpu": median(cpu), "cpu_text": spread(cpu), "behind": behind_s / spent_s}
+            row |= {"store_cpu": samples["store_cpu_s"].median(stored) / spent_s}
+        yield row
 
 
 def main() -> None:
     args = options(
         __doc__, tokens=Commas(512, 2048, 8192), states=Commas(*STATES), rounds=9, model="", dtype="bfloat16",
         streams=(4, "answers that are written at the same time, of a busy instance"), kv_memory="512MiB",
-        store_dram="2GiB", settle_s=(2.5, "seconds that the server without a store waits"), seed=1,
+        store_dram=("384MiB", "less than a round writes: its memory has been used before"), settle_s=(2.5, "seconds that the server without a store waits"), seed=1,
         quick={"tokens": [512, 2048], "rounds": 3},
     )  # fmt: skip
     samples = measure(args)

@@ -114,8 +114,8 @@ def _circumstances(record: Record, rows: list[Row]) -> Iterator[str]:
     if others and (middle := statistics.median(others)) > BUSY:
         yield ""
         yield (
-            f"**The machine was not quiet:** other programs took {middle:.0%} of it in the median run and "
-            f"{others[-1]:.0%} at worst. Servers took turns, and were slowed alike; figures are too low, and noisy."
+            f"**The machine was not quiet:** others took {middle:.0%} of it in the median run, {others[-1]:.0%} "
+            "at worst. Servers took turns, but not all suffer alike: those whose threads wait for each other do most."
         )
     if record["note"]:
         yield ""

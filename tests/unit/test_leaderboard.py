@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -146,3 +147,40 @@ def test_rate_of_requests_by_the_clock_is_no_row(script: types.ModuleType) -> No
     runs = [run(0, name, ttft_ms=1.0, requests_per_s=1.5) for name in ("memserve", "vLLM")]
     timed = {"plain/chat/aiperf": {"about": "", "is_timed": True}}
     assert [row.field for row in script.rows_of(record(*runs, loads=timed))] == ["ttft_ms"]
+
+
+@pytest.fixture(scope="module")
+def short() -> types.ModuleType:
+    return module("bench/short.py")
+
+
+def steps_of(short: types.ModuleType, results: Path) -> list:
+    args = argparse.Namespace(minutes=13.0, tools=Path("tools"), vllm="", llama_server="")
+    return list(short.steps(args, results))
+
+
+def test_short_studies_have_their_commands(short: types.ModuleType, tmp_path: Path) -> None:
+    simulated = [step for step in steps_of(short, tmp_path) if step.is_simulated]
+    assert [step.result for step in simulated] == list(short.STUDIES)
+    for step in simulated:
+        assert step.title.startswith("memserve sim ") and step.command[-4:-1] == [step.command[-4], "--json", "--out"]
+
+
+def test_output_of_a_study_becomes_its_result(short: types.ModuleType, tmp_path: Path) -> None:
+    simulated = short.Step(
+        "memserve sim x", [sys.executable, "-c", "print('{\"points\": [1]}')"], "x", is_simulated=True
+    )
+    assert short.run_step(simulated, tmp_path) == ""
+    assert json.loads((tmp_path / "x.json").read_text()) == {"points": [1], "command": "memserve sim x"}
+    engine = short.Step("the engine", [sys.executable, "-c", 'print(\'{"model": 1}\\n{"name": 2}\')'], "engine")
+    assert short.run_step(engine, tmp_path) == ""
+    assert json.loads((tmp_path / "engine.json").read_text())["points"] == [{"name": 2}]
+
+
+def test_what_fails_or_comes_late_is_left_out(short: types.ModuleType, tmp_path: Path) -> None:
+    fails = short.Step("one", [sys.executable, "-c", "raise SystemExit(2)"], "one", is_written=True)
+    silent = short.Step("two", [sys.executable, "-c", "print('no JSON')"], "two", is_simulated=True)
+    reasons = short.run_all([fails, silent], tmp_path, time.monotonic(), 5.0)
+    assert reasons[0] == "one: ended with 2" and reasons[1].startswith("two: printed no result")
+    assert short.run_all([fails], tmp_path, time.monotonic() - 61, 1.0) == ["one: the time is over"]
+    assert not list(tmp_path.iterdir())
