@@ -22,6 +22,7 @@ over. ``scripts/leaderboard.py`` writes the page. Beside each run stands which s
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,6 @@ AGENTS = "4 sessions of 6 turns, 300 ms apart, behind 512 shared and 512 own tok
 LOADS = (
     Load("plain", "chat", "aiperf", CHATS, aiperf_chats),
     Load("plain", "chat", "guidellm", QUESTIONS, guidellm_chats, is_short=True),
-    Load("plain", "chat", "vllm", QUESTIONS, vllm_chats),
     Load("plain", "chat", "lmcache", "multi-round QA: 4 users with histories of 640 tokens, 1.5 questions a second, "
          "answers of 16", lmcache_chats, is_timed=True),
     Load("plain", "documents", "guidellm", DOCUMENTS, guidellm_documents),
@@ -151,7 +151,6 @@ LOADS = (
     Load("plain", "agents", "sglang", "4 sessions of 6 turns behind 768 shared tokens: 128 new ones, answers of 24",
          sglang_agents),
     Load("quantised", "chat", "guidellm", QUESTIONS, guidellm_chats, is_short=True),
-    Load("quantised", "documents", "vllm", DOCUMENTS, vllm_documents),
     Load("quantised", "agents", "aiperf", AGENTS, aiperf_agents),
     Load("hybrid", "chat", "vllm", QUESTIONS, vllm_chats),
     Load("hybrid", "agents", "aiperf", AGENTS, aiperf_agents),
@@ -328,6 +327,14 @@ def run_model(args: Namespace, record: Record, name: str, loads: list[Load], mod
     return True
 
 
+def minutes_of(args: Namespace, loads: list[Load], of_models: Mapping[str, Model]) -> dict[str, float]:
+    """Until when each model's turns may begin: each has a part of the time, by their number."""
+    counts = {name: sum(load.model == name for load in loads) * len(contenders(args, model)[0])
+              for name, model in of_models.items()}  # fmt: skip
+    ends = itertools.accumulate(counts.values())
+    return {name: args.minutes * end / sum(counts.values()) for name, end in zip(counts, ends, strict=True)}
+
+
 def main() -> None:
     args = options(
         __doc__, tools=(ROOT / "build" / "tools", "a folder with an environment for each tool"), vllm="",
@@ -355,9 +362,11 @@ def main() -> None:
     is_whole = True
     with working_folder(args.folder) as folder:
         parts = list(parts_of(list(dict.fromkeys(load.model for load in loads)), dict.fromkeys(MODELS)))
-        for name, model in models(parts, folder, args.dtype).items():
+        of_models = models(parts, folder, args.dtype)
+        shares = minutes_of(args, loads, of_models)
+        for name, model in of_models.items():
             of_model = [load for load in loads if load.model == name]
-            is_whole = is_whole and run_model(args, record, name, of_model, model, began_s + 60 * args.minutes)
+            is_whole = run_model(args, record, name, of_model, model, began_s + 60 * shares[name]) and is_whole
     write(args, record)
     state = "all is done" if is_whole else "the time is over: the same command goes on"
     spent_min = (time.monotonic() - began_s) / 60

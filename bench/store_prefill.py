@@ -12,8 +12,9 @@ what the model's context takes.
   all lies in the store, and what the *store's* process takes beyond what it takes at rest, both as a share of the
   prompt's own. Other programs change these less. Of the idle instance alone: else steps of the streams are in it.
 
-A prompt counts only when all of its blocks were taken. The store is full from the second round on, as one that runs. Seals are computed in both servers; what is measured is the
-offer, the store's copy, and what it tells the router.
+A prompt counts only when all of its blocks were taken. The store is full from the second round on, as one that has run
+for a while. Seals are computed in both servers; what is measured is the offer, the store's copy, and what it tells the
+router.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def main() -> None:
     args = options(
         __doc__, tokens=Commas(512, 2048, 8192), states=Commas(*STATES), rounds=9, model="", dtype="bfloat16",
         streams=(4, "answers that are written at the same time, of a busy instance"), kv_memory="512MiB",
-        store_dram=("384MiB", "less than a round writes: its memory has been used before"), settle_s=(2.5, "seconds that the server without a store waits"), seed=1,
+        store_dram=("384MiB", "less than a round writes: its memory was used before"), seed=1,
+        settle_s=(2.5, "seconds for which a store is watched at rest"),
         quick={"tokens": [512, 2048], "rounds": 3},
     )  # fmt: skip
     samples = measure(args)

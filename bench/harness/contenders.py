@@ -3,6 +3,7 @@ start it, but for the number of requests at once, and room for KV: memserve's de
 
 from __future__ import annotations
 
+import re
 import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
@@ -144,6 +145,15 @@ def contenders(args: Namespace, model: Model) -> tuple[dict[str, Any], dict[str,
     return starts, reasons
 
 
+def first_error(error: SystemExit, folder: Path) -> str:
+    """What a server's log calls an error first, else the end of what it said."""
+    logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    text = logs[-1].read_text(errors="replace") if logs else ""
+    named = re.search(r"\b\w*(?:Error|Exception): \S.*", text)
+    last = [line.strip() for line in str(error).splitlines() if line.strip()][-1:]
+    return named[0][:300] if named else "".join(last)[:300]
+
+
 @contextmanager
 def started(args: Namespace, model: Model, folder: Path) -> Iterator[tuple[dict[str, Contender], dict[str, str]]]:
     """All servers of a model that start, until the block ends; and why the others do not."""
@@ -156,7 +166,6 @@ def started(args: Namespace, model: Model, folder: Path) -> Iterator[tuple[dict[
             try:
                 ready[name] = stack.enter_context(context)
             except SystemExit as error:
-                lines = [line for line in str(error).splitlines() if line.strip()]
-                reasons[name] = f"does not start: {lines[-1].strip()[:300] if lines else error}"
+                reasons[name] = f"does not start: {first_error(error, folder)}"
                 print(f"{name} {reasons[name]}", flush=True)
         yield ready, reasons

@@ -18,7 +18,7 @@ HYBRID: dict[str, Any] = {
     "vocab_size": 49152, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12,
     "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 8192, "conv_L_cache": 3,
     "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 2, "conv_dim": 768, "block_ff_dim": 2304,
+    "eos_token_id": 2, "pad_token_id": 2, "conv_dim": 768, "block_dim": 768,
     "layer_types": ["conv", "conv", "full_attention"] * 4,
 }  # fmt: skip
 """Some 130 million parameters, as the bundled model."""
