@@ -68,10 +68,10 @@ class Load:
     tool: str
     about: str
     words: Words
+    requests: int
+    """That are answered, else the run fails. 0: they come by the clock, and their rate says nothing of the server."""
     is_short: bool = False
     """A part of ``--short``."""
-    is_timed: bool = False
-    """Requests come by the clock: their rate says nothing of the server."""
 
     @property
     def key(self) -> str:
@@ -139,21 +139,21 @@ QUESTIONS = "24 prompts of 192 tokens, answers of 48, 4 at once"
 DOCUMENTS = "16 questions of 64 tokens about 4 documents of 1,536, answers of 16, 2 at once"
 AGENTS = "4 sessions of 6 turns, 300 ms apart, behind 512 shared and 512 own tokens: 128 new ones, answers of 24"
 LOADS = (
-    Load("plain", "chat", "aiperf", CHATS, aiperf_chats),
-    Load("plain", "chat", "guidellm", QUESTIONS, guidellm_chats, is_short=True),
+    Load("plain", "chat", "aiperf", CHATS, aiperf_chats, 24),
+    Load("plain", "chat", "guidellm", QUESTIONS, guidellm_chats, 24, is_short=True),
     Load("plain", "chat", "lmcache", "multi-round QA: 4 users with histories of 640 tokens, 1.5 questions a second, "
-         "answers of 16", lmcache_chats, is_timed=True),
-    Load("plain", "documents", "guidellm", DOCUMENTS, guidellm_documents),
-    Load("plain", "documents", "vllm", DOCUMENTS, vllm_documents, is_short=True),
+         "answers of 16", lmcache_chats, 0),
+    Load("plain", "documents", "guidellm", DOCUMENTS, guidellm_documents, 16),
+    Load("plain", "documents", "vllm", DOCUMENTS, vllm_documents, 16, is_short=True),
     Load("plain", "documents", "lmcache", "long-document QA: 4 documents of 1,536 tokens, each asked 3 times, answers "
-         "of 16, 2 at once", lmcache_documents),
-    Load("plain", "agents", "aiperf", AGENTS, aiperf_agents, is_short=True),
+         "of 16, 2 at once", lmcache_documents, 12),
+    Load("plain", "agents", "aiperf", AGENTS, aiperf_agents, 24, is_short=True),
     Load("plain", "agents", "sglang", "4 sessions of 6 turns behind 768 shared tokens: 128 new ones, answers of 24",
-         sglang_agents),
-    Load("quantised", "chat", "guidellm", QUESTIONS, guidellm_chats, is_short=True),
-    Load("quantised", "agents", "aiperf", AGENTS, aiperf_agents),
-    Load("hybrid", "chat", "vllm", QUESTIONS, vllm_chats),
-    Load("hybrid", "agents", "aiperf", AGENTS, aiperf_agents),
+         sglang_agents, 24),
+    Load("quantised", "chat", "guidellm", QUESTIONS, guidellm_chats, 24, is_short=True),
+    Load("quantised", "agents", "aiperf", AGENTS, aiperf_agents, 24),
+    Load("hybrid", "chat", "vllm", QUESTIONS, vllm_chats, 24),
+    Load("hybrid", "agents", "aiperf", AGENTS, aiperf_agents, 24),
 )  # fmt: skip
 
 
@@ -229,7 +229,7 @@ def opened(args: Namespace, loads: list[Load]) -> Record:
             )
     record["rounds"] = args.rounds
     for load in loads:
-        record["loads"].setdefault(load.key, {"about": load.about, "is_timed": load.is_timed})
+        record["loads"].setdefault(load.key, {"about": load.about, "is_timed": load.requests == 0})
     return record
 
 
@@ -282,6 +282,8 @@ def run_turn(args: Namespace, turn: Turn, contender: Contender, model: Model, fo
     row: Record = {**turn.place, "command": plain_command(tool, words, contender, model, place)}
     try:
         row |= tool.run(python_of(args, tool), words, place, **hub)
+        if turn.load.requests and row["done"] != turn.load.requests:
+            raise RuntimeError(f"{row['done']:.0f} of {turn.load.requests} requests are answered")
     except RuntimeError as error:
         row["failed"] = str(error)[-1500:]
     row |= {"seconds": time.monotonic() - began_s, "cpu_s": contender.cpu_s() - before_s, "others": share.others()}

@@ -149,9 +149,9 @@ def first_error(error: SystemExit, folder: Path) -> str:
     """What a server's log calls an error first, else the end of what it said."""
     logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
     text = logs[-1].read_text(errors="replace") if logs else ""
-    named = re.search(r"\b\w*(?:Error|Exception): \S.*", text)
+    named = re.search(r"^(?:.*ERROR.*\] )?(\w*(?:Error|Exception): \S.*)", text, re.MULTILINE)
     last = [line.strip() for line in str(error).splitlines() if line.strip()][-1:]
-    return named[0][:300] if named else "".join(last)[:300]
+    return named[1][:300] if named else "".join(last)[:300]
 
 
 @contextmanager
