@@ -55,6 +55,8 @@ from harness.tools import (
 
 RESULTS = ROOT / "bench" / "results" / "leaderboard.json"
 MODELS = ("plain", "quantised", "hybrid")
+ANSWERED_MIN = 0.5
+"""Of the requests of a run: with less it fails. Figures are of those that were answered; the page says how many."""
 Words = Callable[[Target], list[str]]
 Record = dict[str, Any]
 
@@ -69,7 +71,7 @@ class Load:
     about: str
     words: Words
     requests: int
-    """That are answered, else the run fails. 0: they come by the clock, and their rate says nothing of the server."""
+    """0: they come by the clock, and their rate says nothing of the server."""
     is_short: bool = False
     """A part of ``--short``."""
 
@@ -229,7 +231,9 @@ def opened(args: Namespace, loads: list[Load]) -> Record:
             )
     record["rounds"] = args.rounds
     for load in loads:
-        record["loads"].setdefault(load.key, {"about": load.about, "is_timed": load.requests == 0})
+        record["loads"].setdefault(
+            load.key, {"about": load.about, "is_timed": load.requests == 0, "requests": load.requests}
+        )
     return record
 
 
@@ -282,7 +286,7 @@ def run_turn(args: Namespace, turn: Turn, contender: Contender, model: Model, fo
     row: Record = {**turn.place, "command": plain_command(tool, words, contender, model, place)}
     try:
         row |= tool.run(python_of(args, tool), words, place, **hub)
-        if turn.load.requests and row["done"] != turn.load.requests:
+        if row["done"] < ANSWERED_MIN * turn.load.requests:
             raise RuntimeError(f"{row['done']:.0f} of {turn.load.requests} requests are answered")
     except RuntimeError as error:
         row["failed"] = str(error)[-1500:]

@@ -101,8 +101,8 @@ def page(record: Record, reasons: dict[str, str]) -> str:
         lines += [f"## {model.capitalize()}", "", *_missing(record, model), *_table(of_model)]
     lines += ["## Lost rows", "", *_lost(rows, reasons), "", "## Loads", "", *_loads(record), ""]
     lines += ["## Versions", "", *_versions(record), ""]
-    if failed := [run for run in record["rows"] if "failed" in run]:
-        lines += ["## Runs that failed", "", *map(_failure, failed), ""]
+    if failed := [run for run in record["rows"] if "failed" in run or _unanswered(record, run)]:
+        lines += ["## Requests that failed", "", *(_failure(record, run) for run in failed), ""]
     return "\n".join(lines)
 
 
@@ -171,9 +171,17 @@ def _versions(record: Record) -> Iterator[str]:
         yield f"* Left out: {tool}: {reason}."
 
 
-def _failure(run: Record) -> str:
-    last = run["failed"].strip().splitlines()[-1][:200].replace("|", "/")
-    return f"* {run['load']}, {run['server']}, round {run['round'] + 1}: {last}"
+def _unanswered(record: Record, run: Record) -> int:
+    requests = record["loads"][run["load"]].get("requests", 0)
+    return max(0, int(requests - run.get("done", requests)))
+
+
+def _failure(record: Record, run: Record) -> str:
+    place = f"* {run['load']}, {run['server']}, round {run['round'] + 1}: "
+    if "failed" not in run:
+        requests = record["loads"][run["load"]]["requests"]
+        return f"{place}{_unanswered(record, run)} of {requests} requests; figures are of the others"
+    return place + "all: " + run["failed"].strip().splitlines()[-1][:200].replace("|", "/")
 
 
 def text_of(results: Path) -> str:

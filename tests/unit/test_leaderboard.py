@@ -94,8 +94,7 @@ def test_tools_say_the_same_figures(tmp_path: Path) -> None:
     results = {"successful_requests": 4, "elapsed_time": 2.0, "mean_ttft_ms": 30.0, "mean_decode_speed": 200.0}
     (tmp_path / "bench_summary.json").write_text(json.dumps({"results": results}))
     assert tools.of_lmcache(tmp_path) == expected
-    exported = {"request_count": 4, "request_throughput": 2.0, "time_to_first_token": 30.0, "inter_token_latency": 5.0,
-                "request_error_rate": 0.0}  # fmt: skip
+    exported = {"request_count": 4, "request_throughput": 2.0, "time_to_first_token": 30.0, "inter_token_latency": 5.0}
     (tmp_path / "profile_export_aiperf.json").write_text(json.dumps({k: {"avg": v} for k, v in exported.items()}))
     assert tools.of_aiperf(tmp_path) == expected
     means = {name: {"successful": {"mean": value}} for name, value in
@@ -139,8 +138,16 @@ def test_page_says_that_the_machine_was_busy(script: types.ModuleType) -> None:
 def test_failed_runs_stand_on_the_page(script: types.ModuleType) -> None:
     runs = [run(0, "memserve", ttft_ms=1.0), run(0, "vLLM", failed="Traceback\nValueError: a | b")]
     text = script.page(record(*runs), {})
-    assert "* plain/chat/aiperf, vLLM, round 1: ValueError: a / b" in text
+    assert "* plain/chat/aiperf, vLLM, round 1: all: ValueError: a / b" in text
     assert "first in 0 of 0 rows." in text  # one server alone makes no row
+
+
+def test_page_says_how_many_requests_failed(script: types.ModuleType) -> None:
+    runs = [run(0, "memserve", ttft_ms=1.0, done=24), run(0, "vLLM", ttft_ms=1.0, done=22)]
+    loads = {"plain/chat/aiperf": {"about": "", "is_timed": False, "requests": 24}}
+    text = script.page(record(*runs, loads=loads), {})
+    assert "* plain/chat/aiperf, vLLM, round 1: 2 of 24 requests; figures are of the others" in text
+    assert "aiperf, memserve, round" not in text
 
 
 def test_rate_of_requests_by_the_clock_is_no_row(script: types.ModuleType) -> None:
