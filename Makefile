@@ -17,7 +17,7 @@ INPUTS := pyproject.toml lab/pyproject.toml constraints.txt Makefile
 SIDE_BY_SIDE := $(MAKE) --silent --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat test lint bench core doctor docs clean for-tests
+.PHONY: help install serve chat test lint bench leaderboard core doctor docs clean for-tests
 
 help: ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,8 +43,12 @@ lint: for-tests ## ruff, mypy --strict, and the house rules
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_house.py tests/test_docs.py
 
-bench: install ## measure this machine: the engine beside rivals that are installed (bench/README.md)
-	@$(BIN)/python bench/rivals.py $(ARGS)
+bench: install ## measure this machine in 15 minutes: engine, simulator, leaderboard; writes pages (bench/README.md)
+	@$(BIN)/python bench/short.py $(ARGS)
+
+leaderboard: install ## the field's load tools against memserve, vLLM and llama.cpp: 40 minutes (ARGS=--install first)
+	@$(BIN)/python bench/leaderboard.py $(ARGS)
+	@$(BIN)/python scripts/leaderboard.py
 
 docs: install ## write docs/reference/REFERENCE.md from the code
 	@$(BIN)/python scripts/reference.py

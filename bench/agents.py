@@ -50,6 +50,7 @@ from harness.rounds import mean, median, ratio, turns
 from harness.served import BLOCK as BLOCK_TOKENS
 from harness.served import Served, bundled_model, plain_side
 from harness.tables import show
+from harness.tools import with_hub_cache
 from vllm_shared import kv_bytes
 
 KEEPS = "--keep-tool-prefixes"
@@ -152,18 +153,6 @@ def with_template(model: str, folder: Path) -> str:
     return str(place)
 
 
-def hub_cache(folder: Path, model: str) -> dict[str, str]:
-    """The environment in which AIPerf has the tokenizer of ``model`` as ``local/model`` of a hub."""
-    cache = folder / "hub" / "models--local--model"
-    snapshot = cache / "snapshots" / ("0" * 40)
-    if not snapshot.exists():
-        (cache / "refs").mkdir(parents=True)
-        snapshot.parent.mkdir()
-        (cache / "refs" / "main").write_text("0" * 40)
-        snapshot.symlink_to(Path(model).resolve(), target_is_directory=True)
-    return {**os.environ, "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
-
-
 def drive(args: Namespace, system: System, folder: Path, seed: int) -> dict[str, float]:
     """One pass: AIPerf runs all sessions at once."""
     place = folder / f"{system.name}-{seed}"
@@ -179,7 +168,7 @@ def drive(args: Namespace, system: System, folder: Path, seed: int) -> dict[str,
     ]  # fmt: skip
     before_s = system.cpu_s()
     with (place / "aiperf.log").open("w") as log:
-        environment = hub_cache(folder, args.model)
+        environment = {**os.environ, **with_hub_cache(folder, args.model)}
         status = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=RUN_S, cwd=place).returncode
     spent_s, export = system.cpu_s() - before_s, place / "profile_export.jsonl"
     if status or not export.exists():

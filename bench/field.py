@@ -25,8 +25,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
-import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -43,10 +41,10 @@ from harness.rounds import turns
 from harness.served import BLOCK as BLOCK_TOKENS
 from harness.served import bundled_model, serving
 from harness.tables import show
+from harness.tools import LMCACHE, SGLANG, VLLM, Target, Tool, words_of_lmcache, words_of_sglang, words_of_vllm
 from recorder import Ceiling, Recorder, recording
 from vllm_shared import kv_bytes
 
-TOOL_S = 900.0
 TRACE = "traces/mooncake_toolagent_fragment.jsonl.gz"
 SCALE = 16
 """By which the lengths of the trace are divided: its blocks are then as large as the servers'."""
@@ -57,7 +55,7 @@ NOT_HERE = {
     "backends are memory of its own and files in a folder: it measures a disk, not a store that is spoken to"
 }
 
-Command = Callable[[Namespace, str, Path], list[str]]
+Command = Callable[[Namespace, Target], list[str]]
 
 
 @dataclass(frozen=True)
@@ -65,37 +63,15 @@ class Bench:
     """A tool with one of its workloads."""
 
     name: str
-    python: str
-    """The option that names the interpreter."""
-    tool: tuple[str, ...]
-    """The interpreter's words that start it."""
+    tool: Tool
+    """An option of its name names the interpreter."""
     command: Command
-    figures: Callable[[Path], dict[str, float]]
 
 
 # -- the tools
 
-VLLM = (  # `vllm bench serve` as such asks for a package named vllm, and the CPU build has another name
-    "-c",
-    "from vllm.benchmarks import serve; from vllm.utils.argparse_utils import FlexibleArgumentParser as Parser; "
-    "parser = Parser(); serve.add_cli_args(parser); serve.main(parser.parse_args())",
-)
-LMCACHE = ("-m", "lmcache.cli.main", "bench", "engine")
-SGLANG = (  # not by `-m`, which loads the whole engine first
-    "-c",
-    "import importlib.util, runpy; package = importlib.util.find_spec('sglang').submodule_search_locations[0]; "
-    "runpy.run_path(package + '/bench_serving.py', run_name='__main__')",
-)
 
-
-def vllm_bench(args: Namespace, url: str, folder: Path, *more: str) -> list[str]:
-    words = ["--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"]
-    words += ["--model", args.model, "--ready-check-timeout-sec", "0", "--ignore-eos", "--disable-tqdm"]
-    words += ["--save-result", "--result-dir", str(folder), "--result-filename", "answer.json"]
-    return [*words, "--seed", str(args.seed), "--temperature", "0", *more]
-
-
-def trace(args: Namespace, url: str, folder: Path) -> list[str]:
+def trace(args: Namespace, target: Target) -> list[str]:
     """The first requests of the trace that fit, at ``--trace-rate`` a second on average."""
     with gzip.open(args.data / TRACE, "rt", encoding="utf-8") as lines:
         every = [json.loads(line) for line in lines]
@@ -106,110 +82,73 @@ def trace(args: Namespace, url: str, folder: Path) -> list[str]:
         item["timestamp"] -= first_ms
         for key in ("input_length", "output_length"):
             item[key] = max(2, math.ceil(item[key] / SCALE))
-    (folder / "trace.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items_kept))
+    (target.folder / "trace.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items_kept))
     stretched = len(items_kept) / args.trace_rate / seconds / 1000
     labels = {"timestamp": "timestamp", "input-length": "input_length", "output-length": "output_length",
               "hash-ids": "hash_ids"}  # fmt: skip
-    words = ["--dataset-name", "timed_trace", "--dataset-path", str(folder / "trace.jsonl"), "--self-timed"]
+    words = ["--dataset-name", "timed_trace", "--dataset-path", str(target.folder / "trace.jsonl"), "--self-timed"]
     words += ["--timed-trace-chunk-hash-size", str(512 // SCALE), "--timed-trace-sec-multiplier", f"{stretched:.6f}"]
     words += [word for name, key in labels.items() for word in (f"--timed-trace-label-{name}", key)]
-    return vllm_bench(args, url, folder, *words, "--num-prompts", str(len(items_kept)))
+    return words_of_vllm(target, *words, "--num-prompts", str(len(items_kept)))
 
 
-def random(args: Namespace, url: str, folder: Path) -> list[str]:
+def random(args: Namespace, target: Target) -> list[str]:
     words = ["--dataset-name", "random", "--random-prefix-len", "256", "--random-input-len", "256"]
     words += ["--random-output-len", "16", "--num-prompts", str(args.requests), "--max-concurrency", "4"]
-    return vllm_bench(args, url, folder, *words)
+    return words_of_vllm(target, *words)
 
 
-def lmcache(args: Namespace, url: str, folder: Path, workload: str, *more: str) -> list[str]:
-    words = ["--engine-url", url, "--model", args.model]
-    words += ["--workload", workload, "--output-dir", str(folder), "--json", "--no-csv", "--quiet", "--ignore-eos"]
-    return [*words, "--no-interactive", "--seed", str(args.seed), "--kv-cache-volume", "1", *more]
-
-
-def long_doc(args: Namespace, url: str, folder: Path) -> list[str]:
+def long_doc(args: Namespace, target: Target) -> list[str]:
     """Documents of 768 tokens, a half more than fit in the engine's memory; two questions about each."""
     documents = math.ceil(1.5 * args.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(documents * 768), "--ldqa-document-length", "768"]
     words += ["--ldqa-query-per-document", "2", "--ldqa-num-inflight-requests", "2", "--ldqa-max-output-length", "16"]
-    return lmcache(args, url, folder, "long-doc-qa", *words)
+    return words_of_lmcache(target, "long-doc-qa", *words)
 
 
-def chat(args: Namespace, url: str, folder: Path) -> list[str]:
+def chat(args: Namespace, target: Target) -> list[str]:
     """Users with a history of 768 tokens, a half more than fit; one request a second altogether."""
     users = math.ceil(1.5 * args.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(users * 768), "--mrc-shared-prompt-length", "256"]
     words += ["--mrc-chat-history-length", "512", "--mrc-user-input-length", "32", "--mrc-output-length", "16"]
     words += ["--mrc-qps", str(args.chat_rate), "--mrc-duration", str(args.requests / args.chat_rate)]
-    return lmcache(args, url, folder, "multi-round-chat", *words)
+    return words_of_lmcache(target, "multi-round-chat", *words)
 
 
-def multi_turn(args: Namespace, url: str, folder: Path) -> list[str]:
-    words = ["--backend", "vllm-chat", "--base-url", url, "--model", args.model]
-    words += ["--tokenizer", args.model, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
+def multi_turn(args: Namespace, target: Target) -> list[str]:
+    words = ["--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
     words += ["--gsp-prompts-per-group", str(max(1, args.requests // 8)), "--gsp-system-prompt-len", "512"]
     words += ["--gsp-question-len", "64", "--gsp-output-len", "16", "--gsp-num-turns", "4", "--max-concurrency", "4"]
-    words += ["--num-prompts", str(args.requests), "--seed", str(args.seed), "--warmup-requests", "0"]
-    return [*words, "--disable-tqdm", "--output-file", str(folder / "answer.json")]
-
-
-def of_serving(folder: Path) -> dict[str, float]:
-    """vLLM's and SGLang's answers have the same names."""
-    answer = json.loads((folder / "answer.json").read_text().splitlines()[-1])
-    return {
-        "done": answer["completed"],
-        "requests_per_s": answer["request_throughput"],
-        "ttft_ms": answer["mean_ttft_ms"],
-    }
-
-
-def of_lmcache(folder: Path) -> dict[str, float]:
-    summary = json.loads((folder / "bench_summary.json").read_text())["results"]
-    requests_done = summary["successful_requests"]
-    return {
-        "done": requests_done,
-        "requests_per_s": requests_done / summary["elapsed_time"],
-        "ttft_ms": summary["mean_ttft_ms"],
-    }
+    return words_of_sglang(target, *words, "--num-prompts", str(args.requests))
 
 
 BENCHES = (
-    Bench("trace", "vllm", VLLM, trace, of_serving),
-    Bench("random", "vllm", VLLM, random, of_serving),
-    Bench("long-doc", "lmcache", LMCACHE, long_doc, of_lmcache),
-    Bench("chat", "lmcache", LMCACHE, chat, of_lmcache),
-    Bench("multi-turn", "sglang", SGLANG, multi_turn, of_serving),
+    Bench("trace", VLLM, trace),
+    Bench("random", VLLM, random),
+    Bench("long-doc", LMCACHE, long_doc),
+    Bench("chat", LMCACHE, chat),
+    Bench("multi-turn", SGLANG, multi_turn),
 )
-
-
-def environment() -> dict[str, str]:
-    """Of a tool: equal prompts in each run (`timed_trace` draws them by Python's hash), and nothing from a hub."""
-    quiet = {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_DISABLE_BANNER": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {**os.environ, "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **quiet}
 
 
 def absent(bench: Bench, args: Namespace) -> str | None:
     """Why it cannot run; None: it can."""
-    python = getattr(args, bench.python)
+    python = getattr(args, bench.tool.name)
     if not python:
-        return f"--{bench.python} PYTHON was not given"
+        return f"--{bench.tool.name} PYTHON was not given"
     if bench.name == "trace" and (args.data is None or not (args.data / TRACE).is_file()):
         return f"--data DIR with {TRACE} was not given"
-    tried = subprocess.run(
-        [python, *bench.tool, "--help"], env=environment(), capture_output=True, text=True, timeout=TOOL_S
-    )
-    return None if tried.returncode == 0 else f"{python}: {(tried.stderr.strip().splitlines() or ['no word'])[-1]}"
+    return bench.tool.absence(python)
 
 
 def run_tool(bench: Bench, args: Namespace, url: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [getattr(args, bench.python), *bench.tool, *bench.command(args, url, Path(folder))]
-        run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TOOL_S)
-        if run.returncode:
-            print(f"{bench.name}: the tool ended with {run.returncode}\n{(run.stdout + run.stderr)[-2000:]}")
+        target = Target(url, args.model, Path(folder), args.seed)
+        try:
+            return bench.tool.run(getattr(args, bench.tool.name), bench.command(args, target), target.folder)
+        except RuntimeError as error:
+            print(f"{bench.name}: {error}")
             return {"done": 0, "requests_per_s": math.nan, "ttft_ms": math.nan}
-        return bench.figures(Path(folder))
 
 
 # -- the servers

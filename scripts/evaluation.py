@@ -2,6 +2,7 @@
 
     python scripts/evaluation.py            writes the page
     python scripts/evaluation.py --check    writes nothing; exit with 1 if the page is out of date
+    python scripts/evaluation.py --results DIR --page FILE      of other result files, elsewhere
 
 ``bench/results/claims.json`` has the rows. What a row says of our own comes from one of two places:
 
@@ -88,10 +89,10 @@ def cells_of(claim: dict[str, Any], figures: Figures) -> list[str]:
     return [claim["claim"], claim["published"], ours, source, claim.get("machine", ""), claim.get("why", "")]
 
 
-def page() -> str:
-    """The page's text."""
-    claims = json.loads((RESULTS / "claims.json").read_text(encoding="utf-8"))
-    figures, lines = Figures(RESULTS), [HEAD]
+def page(results: Path = RESULTS) -> str:
+    """The page's text, of a folder of result files."""
+    claims = json.loads((results / "claims.json").read_text(encoding="utf-8"))
+    figures, lines = Figures(results), [HEAD]
     for section in claims:
         lines.append(f"## {section['title']}\n")
         if about := section.get("about"):
@@ -107,9 +108,12 @@ def main() -> int:
     """Write the page, or check that it is up to date."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
-    if parser.parse_args().check:
-        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page())
-    PAGE.write_text(page(), encoding="utf-8")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of result files")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    args = parser.parse_args()
+    if args.check:
+        return int(not args.page.exists() or args.page.read_text(encoding="utf-8") != page(args.results))
+    args.page.write_text(page(args.results), encoding="utf-8")
     return 0
 
 

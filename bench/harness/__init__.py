@@ -14,6 +14,9 @@
 ``disks``       a store's disks, driven from the script
 ``chats``       real chats of a data folder, and the answers of a reference to them
 ``chat_load``   made chats in turn, against one server or several
+``tools``       the field's own load tools: installed, called, their figures
+``contenders``  memserve, vLLM and llama.cpp with the same model
+``gguf_files``  models as llama.cpp reads them
 =============== =====================================================================================================
 
 ``tests/support`` comes on the path: doubles of servers, shapes of KV.

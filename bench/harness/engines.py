@@ -60,6 +60,8 @@ class Vllm:
     more: dict[str, Any] = field(default_factory=dict)
     """For the connector."""
     environment: dict[str, str] = field(default_factory=dict)
+    is_eager: bool = True
+    """Not compiled, which takes more than a minute at its start; its default is to compile."""
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
 
@@ -72,8 +74,8 @@ class Vllm:
         """Returns when it is well. Ends the script with the end of its log when it is not."""
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", self.name]
-        command += ["--dtype", self.dtype, "--block-size", "32", "--enforce-eager", "--enable-prompt-tokens-details"]
-        command += self.flags
+        command += ["--dtype", self.dtype, "--block-size", "32", "--enable-prompt-tokens-details"]
+        command += [*(["--enforce-eager"] if self.is_eager else []), *self.flags]
         if self.store is not None:
             command += ["--kv-transfer-config", json.dumps(transfer_config(self.store, self.connector, **self.more))]
         environment = without_path(

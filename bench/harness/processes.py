@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -150,3 +151,53 @@ def cpu_s(group: int) -> float:
             pid, fields = int(path.parent.name), path.read_text().rpartition(")")[2].split()
             spent_s += process_cpu_s(pid) if group in (pid, int(fields[2])) else 0.0
     return spent_s
+
+
+def threads_cpu_s(pid: int) -> float:
+    """CPU time so far of a process's threads that still run, in steps of nanoseconds, not of clock ticks."""
+    spent_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has ended
+            spent_ns += int(path.read_text().split()[0])
+    return spent_ns / 1e9
+
+
+def family_cpu_s(pid: int) -> float:
+    """CPU time so far of a process and of all below it that still run."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    spent_s = 0.0
+    for member in parents:
+        ancestor = member
+        while ancestor != pid and ancestor in parents:
+            ancestor = parents[ancestor]
+        if ancestor == pid:
+            with suppress(OSError):
+                spent_s += process_cpu_s(member)
+    return spent_s
+
+
+class MachineShare:
+    """What of the machine's CPU time others took since it was made: programs that this script has not started."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.monotonic()
+        self._busy_s, self._own_s = _machine_busy_s(), _own_cpu_s()
+
+    def others(self) -> float:
+        """Between 0 and 1."""
+        whole_s = (time.monotonic() - self._begin_s) * (os.cpu_count() or 1)
+        others_s = _machine_busy_s() - self._busy_s - (_own_cpu_s() - self._own_s)
+        return min(1.0, max(0.0, others_s / whole_s)) if whole_s else 0.0
+
+
+def _machine_busy_s() -> float:
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")  # all but idle, and waiting for disks
+
+
+def _own_cpu_s() -> float:
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return family_cpu_s(os.getpid()) + ended.ru_utime + ended.ru_stime
