@@ -336,8 +336,8 @@ class RouterCommands:
 
     def _on_query_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
         """An attempt that has left is known until another instance has taken it over."""
-        known = self._state.groups.keys() | self._sender.departed.values()
-        self._outbox.append(self._routers.answer_attempts(message, sender, known))
+        attempts_here = self._state.groups.keys() | self._sender.departed.values()
+        self._outbox.append(self._routers.answer_attempts(message, sender, attempts_here))
 
     def _on_query_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
         self._changes.answer_query(message.key, message.asked, sender)

@@ -204,9 +204,9 @@ class Routers:
             return action
         return Send(follower, RequestRefused(action.request_id, action.reason, action.retry_after_s))
 
-    def answer_attempts(self, query: QueryAttempts, sender: Peer, known: Container[str]) -> Send:
-        """Which attempts ``sender`` has not here. ``known``: all that are here, of any router."""
-        unknown = tuple(name for name in query.attempts if name not in known or not self.is_of(name, sender))
+    def answer_attempts(self, query: QueryAttempts, sender: Peer, attempts_here: Container[str]) -> Send:
+        """Which attempts ``sender`` has not here. ``attempts_here``: all of them, of any router."""
+        unknown = tuple(name for name in query.attempts if name not in attempts_here or not self.is_of(name, sender))
         counts = self.counts_of(sender)
         reply = AttemptsUnknown(unknown, query.dispatches, counts.dispatches_heard, counts.answers_told)
         return Send(sender, reply)
