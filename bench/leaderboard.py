@@ -218,18 +218,18 @@ def machine() -> str:
 
 
 def opened(args: Namespace, loads: list[Load]) -> Record:
-    """What an earlier run of the same settings wrote, or a new record. Ends the script where the settings differ."""
-    settings = {"dtype": args.dtype, "eager": args.eager, "serve": args.serve, "seed": args.seed}
+    """What an earlier run wrote, or a new record; one of other settings, or of another machine, is put aside."""
+    names = ("dtype", "eager", "serve", "seed", "threads", "context")
+    settings = {name: getattr(args, name) for name in names}
     fresh = {"machine": machine(), "settings": settings, "note": args.note, "tools": {}, "absent": {}, "servers": {},
              "missing": {}, "loads": {}, "rows": []}  # fmt: skip
-    if args.fresh or not args.json.exists():
+    record = json.loads(args.json.read_text()) if args.json.exists() and not args.fresh else fresh
+    if (record["settings"], record["machine"]) != (fresh["settings"], fresh["machine"]):
+        if record["rows"]:
+            aside = args.json.with_suffix(".old")
+            args.json.replace(aside)
+            print(f"{args.json} is of other settings or another machine: it is {aside} now", flush=True)
         record = fresh
-    else:
-        record = json.loads(args.json.read_text())
-        if (record["settings"], record["machine"]) != (fresh["settings"], fresh["machine"]):
-            raise SystemExit(
-                f"{args.json} has other settings, or is of another machine: give --fresh, or another --json"
-            )
     record["rounds"] = args.rounds
     for load in loads:
         record["loads"].setdefault(

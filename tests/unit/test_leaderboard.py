@@ -67,15 +67,25 @@ def test_a_stopped_run_goes_on_where_it_was(bench: types.ModuleType) -> None:
 
 def test_other_settings_are_not_mixed(bench: types.ModuleType, tmp_path: Path) -> None:
     args = argparse.Namespace(
-        json=tmp_path / "board.json", dtype="bfloat16", eager=False, serve=[], seed=1, note="", fresh=False, rounds=3
-    )
-    bench.write(args, bench.opened(args, list(bench.LOADS)))
-    assert bench.opened(args, list(bench.LOADS))["rows"] == []
+        json=tmp_path / "board.json", dtype="bfloat16", eager=False, serve=[], seed=1, note="", fresh=False, rounds=3,
+        threads=2, context=4096,
+    )  # fmt: skip
+    first = bench.opened(args, list(bench.LOADS))
+    first["rows"].append({"round": 0})
+    bench.write(args, first)
+    assert bench.opened(args, list(bench.LOADS))["rows"] == [{"round": 0}]
     args.eager = True
-    with pytest.raises(SystemExit, match="other settings"):
-        bench.opened(args, list(bench.LOADS))
+    other = bench.opened(args, list(bench.LOADS))
+    assert other["rows"] == [] and other["settings"]["eager"]
+    assert json.loads((tmp_path / "board.old").read_text())["rows"] == [{"round": 0}]
+
+
+def test_fresh_run_forgets_the_one_before(bench: types.ModuleType, tmp_path: Path) -> None:
+    place = {"json": tmp_path / "board.json", "dtype": "bfloat16", "eager": False, "serve": [], "seed": 1, "note": ""}
+    args = argparse.Namespace(**place, fresh=False, rounds=3, threads=2, context=4096)
+    bench.write(args, bench.opened(args, []) | {"rows": [{"round": 0}]})
     args.fresh = True
-    assert bench.opened(args, list(bench.LOADS))["settings"]["eager"]
+    assert bench.opened(args, [])["rows"] == []
 
 
 def test_each_load_has_a_tool_and_a_key_of_its_own(bench: types.ModuleType, tmp_path: Path) -> None:
@@ -141,6 +151,11 @@ def test_page_says_that_the_machine_was_busy(script: types.ModuleType) -> None:
     runs = [run(0, name, ttft_ms=1.0, others=0.4) for name in ("memserve", "vLLM")]
     assert "not quiet" in script.page(record(*runs), {})
     assert "not quiet" not in script.page(record(*(entry | {"others": 0.01} for entry in runs)), {})
+
+
+def test_page_without_runs_says_why(script: types.ModuleType) -> None:
+    assert script.page(record(note="Not on a quiet machine yet."), {}).endswith("\nNot on a quiet machine yet.\n")
+    assert "rows" not in script.page(record(), {}).removeprefix(script.HEAD)
 
 
 def test_failed_runs_stand_on_the_page(script: types.ModuleType) -> None:
