@@ -96,10 +96,11 @@ def test_each_load_has_a_tool_and_a_key_of_its_own(bench: types.ModuleType, tmp_
         assert any("http://x:1" in word for word in one)
 
 
-def test_record_names_no_folder_of_this_machine(bench: types.ModuleType) -> None:
-    assert bench.without_folders("a /home/x/venv/bin/python: in /tmp/y/z.py, 3/4") == "a python: in z.py, 3/4"
-    model = bench.Model("/home/x/model", "/tmp/y/plain.gguf")
-    about = {"version": "1", "command": "serve --model /home/x/model, -m plain.gguf --model /tmp/y/plain.gguf"}
+def test_record_names_no_folder_of_this_machine(bench: types.ModuleType, tmp_path: Path) -> None:
+    said = f"a {tmp_path}/venv/bin/python: in {tmp_path}/y/z.py, 3/4"
+    assert bench.without_folders(said) == "a python: in z.py, 3/4"
+    model = bench.Model(str(tmp_path / "model"), str(tmp_path / "plain.gguf"))
+    about = {"version": "1", "command": f"serve --model {model.folder}, -m plain.gguf --model {model.gguf}"}
     command = bench.about_of(bench.Contender("vLLM", "http://x", about, 1), model)["command"]
     assert command == "serve --model MODEL, -m MODEL.gguf --model MODEL.gguf"
 
