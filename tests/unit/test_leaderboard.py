@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
-from harness import tools
+from harness import contenders, tools
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -215,3 +215,19 @@ def test_what_fails_or_comes_late_is_left_out(short: types.ModuleType, tmp_path:
     assert reasons[0] == "one: ended with 2" and reasons[1].startswith("two: printed no result")
     assert short.run_all([fails], tmp_path, time.monotonic() - 61, 1.0) == ["one: the time is over"]
     assert not list(tmp_path.iterdir())
+
+
+def test_signal_while_a_server_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def starting(code: object) -> object:
+        def start(*_: object) -> object:
+            raise SystemExit(code)
+
+        return {"memserve": start}, {}
+
+    args, model = argparse.Namespace(), contenders.Model("folder", "file")
+    monkeypatch.setattr(contenders, "contenders", lambda *_: starting("it ended: no memory"))
+    with contenders.started(args, model, tmp_path) as (ready, reasons):
+        assert (ready, reasons) == ({}, {"memserve": "does not start: it ended: no memory"})
+    monkeypatch.setattr(contenders, "contenders", lambda *_: starting(1))
+    with pytest.raises(SystemExit), contenders.started(args, model, tmp_path):
+        pass
