@@ -26,6 +26,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def tools_here(args: Namespace, names: list[str]) -> tuple[dict[str, str], dict[
         try:
             versions[name] = tool.version(python)
         except (OSError, subprocess.CalledProcessError) as error:
-            reasons[name] = f"{python} has no {tool.package}: {error}; {how}"
+            reasons[name] = without_folders(f"{python} has no {tool.package}: {error}; {how}")
     return versions, reasons
 
 
@@ -217,18 +218,18 @@ def machine() -> str:
 
 
 def opened(args: Namespace, loads: list[Load]) -> Record:
-    """What an earlier run of the same settings wrote, or a new record. Ends the script where the settings differ."""
-    settings = {"dtype": args.dtype, "eager": args.eager, "serve": args.serve, "seed": args.seed}
+    """What an earlier run wrote, or a new record; one of other settings, or of another machine, is put aside."""
+    names = ("dtype", "eager", "serve", "seed", "threads", "context")
+    settings = {name: getattr(args, name) for name in names}
     fresh = {"machine": machine(), "settings": settings, "note": args.note, "tools": {}, "absent": {}, "servers": {},
              "missing": {}, "loads": {}, "rows": []}  # fmt: skip
-    if args.fresh or not args.json.exists():
+    record = json.loads(args.json.read_text()) if args.json.exists() and not args.fresh else fresh
+    if (record["settings"], record["machine"]) != (fresh["settings"], fresh["machine"]):
+        if record["rows"]:
+            aside = args.json.with_suffix(".old")
+            args.json.replace(aside)
+            print(f"{args.json} is of other settings or another machine: it is {aside} now", flush=True)
         record = fresh
-    else:
-        record = json.loads(args.json.read_text())
-        if (record["settings"], record["machine"]) != (fresh["settings"], fresh["machine"]):
-            raise SystemExit(
-                f"{args.json} has other settings, or is of another machine: give --fresh, or another --json"
-            )
     record["rounds"] = args.rounds
     for load in loads:
         record["loads"].setdefault(
@@ -289,7 +290,7 @@ def run_turn(args: Namespace, turn: Turn, contender: Contender, model: Model, fo
         if row["done"] < ANSWERED_MIN * turn.load.requests:
             raise RuntimeError(f"{row['done']:.0f} of {turn.load.requests} requests are answered")
     except RuntimeError as error:
-        row["failed"] = str(error)[-1500:]
+        row["failed"] = without_folders(str(error))[-500:]
     row |= {"seconds": time.monotonic() - began_s, "cpu_s": contender.cpu_s() - before_s, "others": share.others()}
     return row
 
@@ -300,6 +301,19 @@ def plain_command(tool: Tool, words: list[str], contender: Contender, model: Mod
              "guidellm": "guidellm run", "lmcache": "lmcache bench engine"}[tool.name]  # fmt: skip
     text = " ".join([start, *map(shlex.quote, words)])
     return text.replace(contender.url, "URL").replace(model.folder, "MODEL").replace(str(place), "FOLDER")
+
+
+def about_of(contender: Contender, model: Model) -> Record:
+    """The same of a server: version, command, and seconds until it was ready."""
+    command = str(contender.about["command"])
+    for path, word in ((model.gguf, "MODEL.gguf"), (Path(model.gguf).name, "MODEL.gguf"), (model.folder, "MODEL")):
+        command = command.replace(path, word)
+    return contender.about | {"command": command}
+
+
+def without_folders(text: str) -> str:
+    """With the last name of each path alone: a reader has other folders."""
+    return re.sub(r"/[\w.+-]+(?:/[\w.+@=-]+)+", lambda path: Path(path[0]).name, text)
 
 
 def said(row: Record) -> str:
@@ -317,8 +331,8 @@ def run_model(args: Namespace, record: Record, name: str, loads: list[Load], mod
     if not left(record, turns_of(args, loads, list(expected))):
         return True
     with working_folder(args.folder) as folder, started(args, model, folder) as (ready, missing):
-        record["missing"][name] = missing
-        record["servers"][name] = {server: contender.about for server, contender in ready.items()}
+        record["missing"][name] = {server: without_folders(reason) for server, reason in missing.items()}
+        record["servers"][name] = {server: about_of(contender, model) for server, contender in ready.items()}
         todo = left(record, turns_of(args, loads, list(ready)))
         for number, turn in enumerate(todo, 1):
             if time.monotonic() > ends_s:

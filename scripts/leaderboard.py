@@ -95,6 +95,8 @@ def rows_of(record: Record) -> list[Row]:
 def page(record: Record, reasons: dict[str, str]) -> str:
     """The page's text."""
     rows = rows_of(record)
+    if not record["rows"]:
+        return f"{HEAD}\n{record['note'] or 'Nothing has been measured yet.'}\n"
     lines = [HEAD, *_circumstances(record, rows), ""]
     for model in dict.fromkeys(load.split("/")[0] for load in record["loads"]):
         of_model = [row for row in rows if row.load.split("/")[0] == model]

@@ -48,6 +48,11 @@ def test_page_of_papers_is_what_its_script_writes() -> None:
     assert sum(file.stat().st_size for file in evaluation.RESULTS.iterdir()) < 1 << 20
 
 
+def test_leaderboard_is_what_its_script_writes() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "leaderboard.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run `python scripts/leaderboard.py`"
+
+
 @pytest.mark.parametrize(("name", "count"), [("ROWS", 30), ("ANTHROPIC_ROWS", 15)])
 def test_each_row_of_a_reference_names_a_test(reference: types.ModuleType, name: str, count: int) -> None:
     rows = getattr(reference.openai_rows, name)

@@ -7,7 +7,7 @@ import re
 import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -162,10 +162,11 @@ def started(args: Namespace, model: Model, folder: Path) -> Iterator[tuple[dict[
         ready: dict[str, Contender] = {}
         for name, start in starts.items():
             print(f"starting {name} ...", flush=True)
-            context: AbstractContextManager[Contender] = start(args, model, folder)
             try:
-                ready[name] = stack.enter_context(context)
+                ready[name] = stack.enter_context(start(args, model, folder))
             except SystemExit as error:
+                if not isinstance(error.code, str):  # not a server's end, but this script's: a signal came
+                    raise
                 reasons[name] = f"does not start: {first_error(error, folder)}"
                 print(f"{name} {reasons[name]}", flush=True)
         yield ready, reasons

@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
-from harness import tools
+from harness import contenders, tools
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -67,15 +67,25 @@ def test_a_stopped_run_goes_on_where_it_was(bench: types.ModuleType) -> None:
 
 def test_other_settings_are_not_mixed(bench: types.ModuleType, tmp_path: Path) -> None:
     args = argparse.Namespace(
-        json=tmp_path / "board.json", dtype="bfloat16", eager=False, serve=[], seed=1, note="", fresh=False, rounds=3
-    )
-    bench.write(args, bench.opened(args, list(bench.LOADS)))
-    assert bench.opened(args, list(bench.LOADS))["rows"] == []
+        json=tmp_path / "board.json", dtype="bfloat16", eager=False, serve=[], seed=1, note="", fresh=False, rounds=3,
+        threads=2, context=4096,
+    )  # fmt: skip
+    first = bench.opened(args, list(bench.LOADS))
+    first["rows"].append({"round": 0})
+    bench.write(args, first)
+    assert bench.opened(args, list(bench.LOADS))["rows"] == [{"round": 0}]
     args.eager = True
-    with pytest.raises(SystemExit, match="other settings"):
-        bench.opened(args, list(bench.LOADS))
+    other = bench.opened(args, list(bench.LOADS))
+    assert other["rows"] == [] and other["settings"]["eager"]
+    assert json.loads((tmp_path / "board.old").read_text())["rows"] == [{"round": 0}]
+
+
+def test_fresh_run_forgets_the_one_before(bench: types.ModuleType, tmp_path: Path) -> None:
+    place = {"json": tmp_path / "board.json", "dtype": "bfloat16", "eager": False, "serve": [], "seed": 1, "note": ""}
+    args = argparse.Namespace(**place, fresh=False, rounds=3, threads=2, context=4096)
+    bench.write(args, bench.opened(args, []) | {"rows": [{"round": 0}]})
     args.fresh = True
-    assert bench.opened(args, list(bench.LOADS))["settings"]["eager"]
+    assert bench.opened(args, [])["rows"] == []
 
 
 def test_each_load_has_a_tool_and_a_key_of_its_own(bench: types.ModuleType, tmp_path: Path) -> None:
@@ -84,6 +94,15 @@ def test_each_load_has_a_tool_and_a_key_of_its_own(bench: types.ModuleType, tmp_
         one, other = (load.words(tools.Target("http://x:1", "m", tmp_path, seed)) for seed in (1, 2))
         assert one != other, f"{load.key} has the same prompts in each round"
         assert any("http://x:1" in word for word in one)
+
+
+def test_record_names_no_folder_of_this_machine(bench: types.ModuleType, tmp_path: Path) -> None:
+    said = f"a {tmp_path}/venv/bin/python: in {tmp_path}/y/z.py, 3/4"
+    assert bench.without_folders(said) == "a python: in z.py, 3/4"
+    model = bench.Model(str(tmp_path / "model"), str(tmp_path / "plain.gguf"))
+    about = {"version": "1", "command": f"serve --model {model.folder}, -m plain.gguf --model {model.gguf}"}
+    command = bench.about_of(bench.Contender("vLLM", "http://x", about, 1), model)["command"]
+    assert command == "serve --model MODEL, -m MODEL.gguf --model MODEL.gguf"
 
 
 def test_tools_say_the_same_figures(tmp_path: Path) -> None:
@@ -133,6 +152,11 @@ def test_page_says_that_the_machine_was_busy(script: types.ModuleType) -> None:
     runs = [run(0, name, ttft_ms=1.0, others=0.4) for name in ("memserve", "vLLM")]
     assert "not quiet" in script.page(record(*runs), {})
     assert "not quiet" not in script.page(record(*(entry | {"others": 0.01} for entry in runs)), {})
+
+
+def test_page_without_runs_says_why(script: types.ModuleType) -> None:
+    assert script.page(record(note="Not on a quiet machine yet."), {}).endswith("\nNot on a quiet machine yet.\n")
+    assert "rows" not in script.page(record(), {}).removeprefix(script.HEAD)
 
 
 def test_failed_runs_stand_on_the_page(script: types.ModuleType) -> None:
@@ -191,3 +215,19 @@ def test_what_fails_or_comes_late_is_left_out(short: types.ModuleType, tmp_path:
     assert reasons[0] == "one: ended with 2" and reasons[1].startswith("two: printed no result")
     assert short.run_all([fails], tmp_path, time.monotonic() - 61, 1.0) == ["one: the time is over"]
     assert not list(tmp_path.iterdir())
+
+
+def test_signal_while_a_server_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def starting(code: object) -> object:
+        def start(*_: object) -> object:
+            raise SystemExit(code)
+
+        return {"memserve": start}, {}
+
+    args, model = argparse.Namespace(), contenders.Model("folder", "file")
+    monkeypatch.setattr(contenders, "contenders", lambda *_: starting("it ended: no memory"))
+    with contenders.started(args, model, tmp_path) as (ready, reasons):
+        assert (ready, reasons) == ({}, {"memserve": "does not start: it ended: no memory"})
+    monkeypatch.setattr(contenders, "contenders", lambda *_: starting(1))
+    with pytest.raises(SystemExit), contenders.started(args, model, tmp_path):
+        pass
