@@ -186,6 +186,17 @@ def test_a_stop_token_that_is_excluded_hides_no_broken_logit(what: float) -> Non
     assert list(finished.failed) == [0] and finished.failed[0].kv_is_suspect
 
 
+def test_what_draws_from_a_row_fails_with_it() -> None:
+    """Forks draw from another's prompt: where its earlier part is lost, what their first logits say has no meaning."""
+    driver, tokens = Driver(loaded(tiny_module("llama"))), prompt(20, 1)
+    expected = greedy_tokens(tiny_module("llama"), prompt(9, 2), 1)
+    driver.step(open=[sequence(slot, tokens, [0], index=slot) for slot in (0, 1)] + [sequence(2, prompt(9, 2), [1])])
+    driver.step([(0, 0, 12, ())])
+    driver.device._on_segment_lost(0, "planted")
+    finished = driver.step([(0, 12, 8, (0, 1)), (2, 0, 9, (2,))])
+    assert set(finished.failed) == {0, 1} and finished.tokens[2:] == expected
+
+
 def test_prompt_tokens_outside_of_the_vocabulary_fail_their_row() -> None:
     driver, good = Driver(loaded(tiny_module("llama"))), prompt(20, 1)
     for bad in (MODEL_VOCAB, -1, 2**31 - 1):
@@ -397,6 +408,22 @@ def test_a_part_computed_again_is_not_trusted_by_its_old_token() -> None:
     assert not published() and part.machine.is_idle
     fleet.members["a"].machine.pool.unpin(lease)
     fleet.members["a"].machine.pool.release(lease.blocks)
+
+
+def test_forks_of_a_prompt_whose_part_is_lost_give_no_tokens() -> None:
+    """Both answers begin with the same logits, which mean nothing: no token of them makes KV of the part trusted."""
+    fleet = Fleet(p=fleet_config())
+    tokens, part = np.asarray(PROMPT[:28], np.int32), fleet.members["p"]
+    part.device.segment = lambda segment, name: None
+    span = Span(tokens[:16], (Segment(part.peer, "", 16),), False)
+    part.hear(Dispatch(request("r", PROMPT[16:28], max_tokens=3, n=2), span=span))
+    isolation = part.machine.state.groups["r"].isolation
+    while part.plans:
+        part.post(part.device.run_plan(part.plans.popleft()))
+    outputs = [output for message in part.said if isinstance(message, Tokens) for output in message.outputs]
+    assert {output.finish_reason for output in outputs} == {FinishReason.ERROR}
+    assert not any(output.tokens for output in outputs) and len(outputs) == 2
+    assert not part.machine.pool.match(isolation, tokens[16:])
 
 
 @pytest.mark.parametrize("decode_at", [None, "d"])

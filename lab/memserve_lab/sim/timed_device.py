@@ -154,7 +154,7 @@ class TimedDevice:
 
     def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
         """They have drawn nothing of meaning."""
-        self._lost.update(slots)
+        self._lost.update(plan.with_draws(slots))
 
     def run_plan(self, plan: StepPlan) -> StepFinished:
         """The step has ended now."""

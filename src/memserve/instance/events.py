@@ -11,6 +11,7 @@ simulator answers when it likes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memserve.base.types import ClockTicked, CopyBlocks, SamplingParams, StopParams, Tier, TokenArray, TokenLogprobs
@@ -248,6 +249,11 @@ class StepPlan:
         drafted = self.sample_slots[len(plain) :]
         late = [draw.slot for draw in self.late_draws]
         return [slot for slots in plain for slot in slots] + late + [slot for slots in drafted for slot in slots]
+
+    def with_draws(self, slots: Iterable[int]) -> set[int]:
+        """``slots``, and those that draw from their rows: forks, whose first logits are those of another's prompt."""
+        rows = set(slots)
+        return rows.union(*(draws for slot, draws in zip(self.slots, self.sample_slots, strict=True) if slot in rows))
 
     @property
     def gives_tokens(self) -> bool:

@@ -520,8 +520,7 @@ class ModelDevice(Device):
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         sampled = sample(logits, rows, slots, self._slots)
-        if self._slots.failed:
-            failed |= {slot: self._slots.failed[slot] for slot in slots.tolist() if slot in self._slots.failed}
+        failed |= self._slots.failed_draws(plan)
         for slot, why in sampled.failed.items():
             failed.setdefault(slot, why)
         self._slots.append_tokens(slots, sampled.tokens)

@@ -24,7 +24,7 @@ from torch import Tensor
 from memserve.base.errors import InvariantError, check
 from memserve.base.types import NO_REGIMES, VOCAB_MAX, PositionRegimes, SamplingParams, StopParams
 from memserve.base.units import ceil_div
-from memserve.instance.events import NO_TOKEN_LEFT, Before, LateDraw, OpenSequence, RowFailed
+from memserve.instance.events import NO_TOKEN_LEFT, Before, LateDraw, OpenSequence, RowFailed, StepPlan
 from memserve.model.attention.layered import PlacedRange
 from memserve.model.grammar.masks import Grammars
 from memserve.model.rotary import LENGTH_SHIFT
@@ -242,6 +242,14 @@ class SlotTable:
         self.reports[slot] = sampling.logprobs is not None
         self.adjusts[slot] = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
         self._sampling[slot], self._stop[slot], self._lists[slot] = sampling, stop, lists
+
+    def failed_draws(self, plan: StepPlan) -> Failures:
+        """Why slots that draw in ``plan`` draw nothing: what has failed of them, or the row that they draw from."""
+        if not self.failed:
+            return {}
+        rows = [(slot, row) for row, slots in zip(plan.slots, plan.sample_slots, strict=True) for slot in slots]
+        rows += [(draw.slot, draw.slot) for draw in plan.late_draws]
+        return {slot: why for slot, row in rows if (why := self.failed.get(slot) or self.failed.get(row))}
 
     def close_slot(self, slot: int) -> None:
         """Unbind an open slot."""

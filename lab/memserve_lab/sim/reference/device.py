@@ -256,9 +256,8 @@ class SymbolicDevice:
                 self._verify_drafts(plan.slots[row], drafts, cells_seen[-len(drafts) :], event)
         if not plan.drafts:
             self._draw_late(plan, event, late)
-        for number in plan.slots:
-            if self.slots[number].is_lost:
-                fail_row(plan, event, number, RowFailed(""))
+        for number in plan.with_draws([number for number in plan.slots if self.slots[number].is_lost]):
+            fail_row(plan, event, number, RowFailed(""))
         return replace(event, late=frozenset(late))
 
     def _draw_late(self, plan: StepPlan, event: StepFinished, late: set[int]) -> None:
@@ -501,9 +500,9 @@ class OracleDevice(SymbolicDevice, PageMemory):
         result = self._results.pop(plan.step_id, None)
         if result is None:
             return super().run_plan(plan)
-        for number in plan.gates:
-            if self.slots[number].is_lost:  # since it has computed
-                fail_row(plan, result, number, RowFailed(""))
+        lost_since = [number for number in plan.gates if self.slots[number].is_lost]  # since they have computed
+        for number in plan.with_draws(lost_since):
+            fail_row(plan, result, number, RowFailed(""))
         for layer in range(1, self.layers):
             self._write_layer(layer)
         self._late, self.gated_reads = None, {}
@@ -524,11 +523,9 @@ class OracleDevice(SymbolicDevice, PageMemory):
     def lose_rows(self, plan: StepPlan, slots: Iterable[int]) -> None:
         """What these slots of the plan under way wait for does not come: they read on without meaning, and so is what
         is drawn there."""
-        draws = dict(zip(plan.slots, plan.sample_slots, strict=True))
-        for slot in slots:
+        for slot in plan.with_draws(slots):
             self.gated_reads.pop(slot, None)
-            for lost in (slot, *draws[slot]):
-                self.slots[lost].is_lost = True
+            self.slots[slot].is_lost = True
 
     def _pages_read(self, slot: Slot, block: int, count: int) -> Cells:
         reads, pages = self.gated_reads.get(slot.opened.slot), super()._pages_read(slot, block, count)

@@ -328,7 +328,7 @@ class GpuDevice(ModelDevice):
         groups = [plan.sample_slots[row] for row in drawing]
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        running.failed |= {slot: self._slots.failed[slot] for slot in slots.tolist() if slot in self._slots.failed}
+        running.failed |= self._slots.failed_draws(plan)
         running.draw = self._begin_draw(logits, rows, slots)
         running.lives = self._lives[slots].copy()
         self._slots.append_tokens(
