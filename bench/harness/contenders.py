@@ -27,8 +27,9 @@ KV_TOKENS = 17_472
 INSTALLS = {
     "vLLM": "`--install` makes its environment, or `--vllm` names its Python",
     "llama.cpp": "`llama-server`, built from the sources in `llama-cpp-python`'s sdist (`vendor/llama.cpp`: "
-    "`cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF`, `cmake --build build --target llama-server`), "
-    "and `--llama-server` with its path",
+    "`cmake -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF`, `cmake --build build --target llama-server`; with "
+    "`-mno-amx-tile -mno-amx-int8 -mno-amx-bf16` in C and C++ flags where AMX is shown and traps), and "
+    "`--llama-server` with its path",
 }
 """How to get what is not here."""
 

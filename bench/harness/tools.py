@@ -204,7 +204,6 @@ GUIDELLM = Tool(
 TOOLS: Mapping[str, Tool] = {tool.name: tool for tool in (AIPERF, GUIDELLM, VLLM, SGLANG, LMCACHE)}
 NOT_HERE = {
     "inference-perf": "all of its releases want Python 3.12 or later",
-    "genai-perf": "its own authors replaced it by AIPerf",
 }
 """Tools of the field that cannot be run here, and why."""
 
