@@ -24,11 +24,10 @@ constexpr std::ptrdiff_t kOutputsPerRow = 256;
 constexpr std::ptrdiff_t kPanelStrips = 2;  // of an exact product: as wide as the tiles that multiply it
 // Matrix units read rows once a panel, and wait for them: it fills half of the second cache of such processors.
 constexpr std::ptrdiff_t kPanelStripsMax = 16, kMatrixPanelBytes = 1 << 20;
-// Two products of bytes take as long as one of numbers for so many rows.
+// Two products of bytes take as long as one of numbers for so many rows. Matrix units multiply numbers sooner from 17
+// rows on, but a row must come out the same whatever is beside it: an answer that begins in the cache is the one that
+// begins with its whole prompt.
 constexpr std::ptrdiff_t kRowsOfIntegers = 128;
-// On matrix units, to make numbers of a weight takes as long as to multiply so many rows of integers
-// (bench/quantised_linears.py).
-constexpr std::ptrdiff_t rows_before_matrices(bool fine) { return fine ? 16 : 32; }
 
 std::atomic<int> forced_set{-1};
 
@@ -176,9 +175,6 @@ const ProductKernels& product_kernels_in_use() {
 bool takes_numbers(Format format, std::ptrdiff_t rows, bool fine, Dtype of_x) {
   if (is_float(layout_of(format))) return true;
   if (of_x == Dtype::float16) return false;
-  // A set that was forced is to show what its integers give.
-  const bool is_forced = forced_set.load(std::memory_order_relaxed) >= 0;
-  if (has_matrices(of_x) && !is_forced) return rows > rows_before_matrices(fine);
   return fine && rows > kRowsOfIntegers;
 }
 

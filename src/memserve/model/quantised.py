@@ -12,8 +12,7 @@ scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -51,17 +50,6 @@ def is_quantised(module: Any) -> bool:
     """Whether weights of ``module`` come from fewer bits than those of its dtype. Rounding then makes more of a
     difference to its logits."""
     return bool(getattr(module, _MARK, False))
-
-
-@contextmanager
-def integers_at_any_rows() -> Iterator[None]:
-    """Activations become integers however many rows there are, as in a step of few: for what measures their rounding.
-    In the whole process."""
-    _kernels.force_quantised_set(_kernels.quantised_set())
-    try:
-        yield
-    finally:
-        _kernels.force_quantised_set(None)
 
 
 class Stacked(Protocol):

@@ -398,7 +398,7 @@ import sys, threading
 from pathlib import Path
 from memserve.protocol.messages import Peer
 from memserve.journal import survivors
-survivors.LOOK_S = 0.01
+survivors.LOOK_S, survivors.ORPHAN_S = 0.01, 0.3
 router = [Peer("router", 1)]
 looks, looked, is_locked = [], threading.Condition(), survivors.is_locked
 def look(folder):
@@ -410,7 +410,7 @@ def wait_for_looks(count):
     with looked:
         looked.wait_for(lambda: len(looks) >= count)
 survivors.is_locked = look
-survivors.end_when_orphaned(Path(sys.argv[1]), lambda: router[0], 0.3)
+survivors.end_when_orphaned(Path(sys.argv[1]), lambda: router[0])
 wait_for_looks(3)
 print("up", flush=True)
 router[0] = Peer("router", int(sys.stdin.readline()))

@@ -151,15 +151,14 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("bits", ACTIVATION_BITS)
 @pytest.mark.parametrize("kind", FORMATS[: len(FILE_FORMATS)])
 def test_from_so_many_rows_on_bfloat16_meets_numbers(isa: str, kind: str, bits: int) -> None:
-    """On matrix units sooner than elsewhere, and then whatever the bits of activations. Such rows are the exact ones,
-    to the bit, whatever is beside them; heights of tiles of 16, and panels of weights that end in the middle."""
+    """With activations of two bytes. Such rows are the exact ones, to the bit, whatever is beside them; heights of
+    tiles of 16, and panels of weights that end in the middle."""
     n, k = 1100, 1024
     weight, numbers = random_weight(kind, n, k)
     layer, exact = QuantisedLinear([weight], activation_bits=bits), QuantisedLinear([weight], exact=True)
     x = random(200, k, dtype=torch.bfloat16)
     want = x.double() @ numbers.bfloat16().double().T
-    is_fine = bits == FINE_BITS
-    most_by_integers = (16 if is_fine else 32) if isa == "amx" else 128 if is_fine else len(x)
+    most_by_integers = 128 if bits == FINE_BITS else len(x)
     for rows in (16, 17, 31, 32, 33, 100, 128, 129, 200):
         got = layer(x[:rows])
         assert torch.equal(got, exact(x[:rows])) == (rows > most_by_integers), rows

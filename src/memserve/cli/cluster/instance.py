@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,8 +31,10 @@ from memserve.cli.output import print_lines, progress_bar
 from memserve.fleet.messages import EngineSpec, read_engine
 from memserve.system.process import die_with, ignore_terminal
 from memserve.system.secrets import Followed, Secret, follow_secret
-from memserve.transport.member_place import MemberPlace
 from memserve.transport.network_devices import address_towards, own_address, with_port
+
+if TYPE_CHECKING:
+    from memserve.transport.member_place import MemberPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,8 @@ def _run_supervised(
 ) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
+        from memserve.transport.member_place import MemberPlace
+
         place = MemberPlace(
             name=name, role=role, join=(join,), secret=child.secret, host=child.host, link=link,
             drain_s=child.startup_payload.get("drain_s", 0.0), is_supervised=True, outlive=child.outlive, model=model,
@@ -236,6 +240,8 @@ def _place(
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
     own_host, port = opt.split_address(advertise, "--advertise") if advertise else (own_host_to(join), 0)
+    from memserve.transport.member_place import MemberPlace
+
     return MemberPlace(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",

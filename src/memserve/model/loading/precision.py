@@ -18,7 +18,6 @@ from memserve.model.loading.cache import read_record, record_name, write_record
 from memserve.model.loading.comparison import OPERATIONS_MAX
 from memserve.model.loading.pages import pages_of
 from memserve.model.loading.probe import DenseAttention
-from memserve.model.quantised import integers_at_any_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,6 +100,6 @@ def _log_probabilities(module: Any, stored: StoredWeights, ids: Tensor, *, exact
     head = getattr(module.get_output_embeddings(), "weight", None)
     wide = None if head is None else head.detach()
     numbers = stored.computing_as_stored(wide, exact=exact, activation_bits=COARSE_BITS)
-    with step_attention(DenseAttention()), numbers, integers_at_any_rows():
+    with step_attention(DenseAttention()), numbers:
         logits: Tensor = module(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
     return logits.float().log_softmax(-1)

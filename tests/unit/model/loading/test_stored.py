@@ -234,16 +234,6 @@ def test_bits_of_activations_are_measured_once(path: Path, monkeypatch: pytest.M
     assert models[COARSE_BITS].fingerprint != models[FINE_BITS].fingerprint
 
 
-def test_rounding_is_measured_on_integers_at_any_rows(path: Path) -> None:
-    """Matrix units multiply numbers where there are more rows than a step of few has: nothing would be rounded."""
-    model = load(path, "auto")
-    ids, stored = torch.arange(60) % VOCAB, stored_of(model.module)
-    with torch.inference_mode():
-        whole = [precision._log_probabilities(model.module, stored, ids, exact=exact) for exact in (True, False)]
-        part = [precision._log_probabilities(model.module, stored, ids[:9], exact=exact) for exact in (True, False)]
-    assert all(bool(((exact - coarse).abs().amax(-1) > 0).all()) for exact, coarse in (whole, part))
-
-
 def test_exact_is_served_with_15_bits(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(precision, "DIVERGENCE_MAX", 0.0)
