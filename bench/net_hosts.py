@@ -42,9 +42,9 @@ from memserve.protocol.messages import Join
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.links.nixl import NixlLink
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import PageLink, Travelled
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import ListenAddress
 from net_hosts import Host, Network, Quality, Wired, why_none
 
 TCP = ("env", "UCX_TLS=tcp,self")

@@ -62,7 +62,7 @@ class NullInstance:
         from memserve.protocol.messages import Heartbeat, Join
         from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
         from memserve.transport.mailbox import ZmqMailbox
-        from memserve.transport.request_server import ListenAddress
+        from memserve.transport.network_devices import ListenAddress
 
         self_peer = Peer(name, time.time_ns())
         self._router = Peer(ROUTER, 0)

@@ -46,8 +46,8 @@ from memserve.system.process import new_generation
 from memserve.system.secrets import as_followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import Device
-from memserve.transport.request_server import ListenAddress
 from process_tree import children_of, command_of
 
 PERIOD_US = 100_000

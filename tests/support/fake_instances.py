@@ -23,7 +23,7 @@ from memserve.protocol.messages import (
 )
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 
 SECRET = "a secret that only this test knows"
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")

@@ -19,7 +19,7 @@ from memserve.protocol import codec as wire
 from memserve.protocol.messages import Join
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.transport.data_port import open_data_port
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from waiting import stop_process
 
 GEOMETRY = KVGeometry(num_layers=4, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype="float32", block_tokens=8)

@@ -33,7 +33,7 @@ from memserve.protocol.store import (
     StoreWelcome,
 )
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 
 SECRET = "a secret of the tests, long enough"
 KEY = b"0123456789abcdef"

@@ -22,7 +22,7 @@ from memserve.protocol.messages import AnyMessage, Leave
 from memserve.protocol.peers import Peer
 from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from ports import free_port
 from served_cluster import Server, eventually, is_alive
 

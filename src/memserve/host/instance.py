@@ -23,8 +23,8 @@ from memserve.system.process import new_generation
 from memserve.transport.data_port import open_data_port, uses_nixl
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.member_place import MemberPlace
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.probe import no_router_error, probe_all, waiting_lines
-from memserve.transport.request_server import ListenAddress
 
 if TYPE_CHECKING:
     from memserve.model.attention.query_server import SegmentPort

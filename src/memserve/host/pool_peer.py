@@ -53,7 +53,7 @@ from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.loop import MachineLoop
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 
 log = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from memserve.kv.costs import CostModel, Quality, Sample, fit_copy, fit_decode, 
 from memserve.kv.transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.transport.data_port import PagePort, open_data_port
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import Device
-from memserve.transport.request_server import ListenAddress
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel

@@ -28,7 +28,7 @@ from memserve.transport.links.gpu_memory import GpuMemory, seal_ranges
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.links.shared_memory import ShmLink, this_host
-from memserve.transport.network_devices import has_rdma
+from memserve.transport.network_devices import ListenAddress, has_rdma
 from memserve.transport.ports import (
     Arenas,
     ChecksumError,
@@ -39,7 +39,6 @@ from memserve.transport.ports import (
     UnreachableError,
 )
 from memserve.transport.ranges import Ranges, block_ranges, fits, layer_offsets
-from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 

@@ -35,10 +35,9 @@ from memserve.transport.curve import (
     can_be_read,
     listen_anew,
 )
-from memserve.transport.network_devices import with_port
+from memserve.transport.network_devices import ListenAddress, with_port
 from memserve.transport.outbound import MailboxCounters, Outbound, configure, new_context
 from memserve.transport.ports import OnMessage
-from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 

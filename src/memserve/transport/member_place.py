@@ -18,7 +18,7 @@ from memserve.protocol.member_events import ChangeGeneration
 from memserve.protocol.peers import Peer
 from memserve.system.process import HealthFile, HealthState, SignalCounter, new_generation, on_ending_signals
 from memserve.system.secrets import as_followed
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

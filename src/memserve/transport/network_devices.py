@@ -1,4 +1,5 @@
-"""Which network device has an address: a library that listens by device does so where it was asked."""
+"""Where a process listens, and which network device has an address: a library that listens by device does so where it
+was asked."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ import fcntl
 import ipaddress
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from struct import pack, unpack_from
 
 import numpy as np
+
+from memserve.system.secrets import Secret
 
 _SIOCGIFCONF = 0x8912
 _IFREQ_BYTES = 40
@@ -17,6 +21,24 @@ _INTERFACES_MAX = 256
 _RDMA = Path("/sys/class/infiniband")
 NET_DEVICES = "UCX_NET_DEVICES"
 """The variable that tells UCX which devices it may use, ``eth0`` or ``mlx5_0:1``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where a process of a cluster listens, and what it asks of those that come."""
+
+    secret: Secret
+    """The cluster's."""
+    host: str = "127.0.0.1"
+    advertise: str | None = None
+    """The host name by which others reach it; None: ``host``."""
+    port: int = 0
+    """Of the process's mailbox, 0: any; its other sockets take free ones."""
+
+    @property
+    def known_as(self) -> str:
+        """The host for others."""
+        return self.advertise or self.host
 
 
 def own_address(host: str) -> str | None:

@@ -7,13 +7,12 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import zmq
 
 from memserve.base.errors import UserError
-from memserve.system.secrets import Secret, as_followed
+from memserve.system.secrets import as_followed
 from memserve.transport.curve import (
     LOOK_MS,
     Context,
@@ -26,31 +25,13 @@ from memserve.transport.curve import (
     listen_anew,
     open_monitor,
 )
-from memserve.transport.network_devices import with_port
+from memserve.transport.network_devices import ListenAddress, with_port
 from memserve.transport.outbound import configure, new_context
 
 log = logging.getLogger(__name__)
 
 Answer = Callable[[Sequence[zmq.Frame]], Sequence[Any] | None]
 """Frames of a question -> those of its answer; None: there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListenAddress:
-    """Where a process of a cluster listens, and what it asks of those that come."""
-
-    secret: Secret
-    """The cluster's."""
-    host: str = "127.0.0.1"
-    advertise: str | None = None
-    """The host name by which others reach it; None: ``host``."""
-    port: int = 0
-    """Of the process's mailbox, 0: any; its other sockets take free ones."""
-
-    @property
-    def known_as(self) -> str:
-        """The host for others."""
-        return self.advertise or self.host
 
 
 class Answering:

@@ -29,7 +29,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.router.machine import Cluster
 from memserve.router.report import AdmissionStats, ClusterStats, Counters
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 
 WAIT_S = 20.0
 

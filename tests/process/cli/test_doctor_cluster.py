@@ -18,7 +18,7 @@ from memserve.cli import doctor_cluster
 from memserve.cli.main import run
 from memserve.protocol.peers import Peer
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 
 KEY = "sk-metrics"
 SECRET = "a secret of the tests, long enough"

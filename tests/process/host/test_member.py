@@ -41,8 +41,8 @@ from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.router.machine import Cluster
 from memserve.system.process import new_generation
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import Device as DevicePort
-from memserve.transport.request_server import ListenAddress
 from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 from ports import free_port

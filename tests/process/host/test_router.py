@@ -22,7 +22,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.router.machine import Cluster
 from memserve.system.loop import EngineStopped
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from waiting import eventually
 
 WAIT_S = 20.0

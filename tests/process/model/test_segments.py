@@ -17,7 +17,7 @@ from memserve.model.attention.query_server import SegmentPort, SegmentServer, Zm
 from memserve.model.attention.sequence_parallel import Query, SegmentLostError
 from memserve.protocol.messages import Segment
 from memserve.protocol.peers import Peer
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from tiny_models import GREEDY, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 SECRET = "a secret of the tests of segments"

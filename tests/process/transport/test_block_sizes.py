@@ -23,8 +23,9 @@ from memserve.transport.curve import CurveKeys
 from memserve.transport.data_port import PagePort, open_data_port
 from memserve.transport.links.encrypted import PIECE_BYTES
 from memserve.transport.links.nixl_agent import nixl_is_installed
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.outbound import new_context
-from memserve.transport.request_server import Answering, Line, ListenAddress
+from memserve.transport.request_server import Answering, Line
 
 GEOMETRIES = {
     "8 layers, MQA": KVGeometry(8, 1, 64, 64, "bfloat16", 32),

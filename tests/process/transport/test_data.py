@@ -35,10 +35,11 @@ from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.shared_memory import ShmLink
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import LinkError, PageLink
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import Line, ListenAddress
+from memserve.transport.request_server import Line
 from shard_plans import pull_plan, shards
 from waiting import eventually
 

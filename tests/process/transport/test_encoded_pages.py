@@ -19,9 +19,10 @@ from memserve.system.kv_codec import CodecRates, KvCodec
 from memserve.transport.data_port import PagePort
 from memserve.transport.links import encrypted
 from memserve.transport.links.encrypted import CurveLink
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import ChecksumError, LinkError, Travelled
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import Line, ListenAddress
+from memserve.transport.request_server import Line
 
 SECRET = "a secret of these tests alone"
 HERE = ListenAddress(SECRET)

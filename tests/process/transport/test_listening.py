@@ -18,9 +18,8 @@ from memserve.protocol.peers import Peer
 from memserve.transport import network_devices as devices
 from memserve.transport.links import nixl_agent
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.network_devices import address_towards, device_of, own_address, ucx_devices
+from memserve.transport.network_devices import ListenAddress, address_towards, device_of, own_address, ucx_devices
 from memserve.transport.probe import ProbeResult, probe_address
-from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from process_tree import processes_below
 from served_cluster import Server, eventually, is_alive

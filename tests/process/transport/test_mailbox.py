@@ -23,9 +23,9 @@ from memserve.protocol.messages import AnyMessage, Cancel, Expelled, Leave, Quer
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.outbound import SEND_QUEUE_MAX, configure
 from memserve.transport.probe import ProbeResult, no_router_error, probe_address, waiting_lines
-from memserve.transport.request_server import ListenAddress
 from waiting import eventually, stop_process
 
 SECRET = "the secret of this test's cluster"
@@ -329,7 +329,7 @@ _CHILD = """
 import sys, threading
 from memserve.protocol.messages import Peer
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 secret, generation, port, parent = sys.argv[1:]
 box = None
 def echo(sender, message):
@@ -432,7 +432,7 @@ def test_many_lines_fit_into_a_process_that_may_have_few_files() -> None:
 import resource
 from memserve.protocol.messages import Leave, Peer
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
 box = ZmqMailbox(Peer("a", 1), ListenAddress("the secret of this test"), lambda *_: None)
@@ -529,7 +529,7 @@ def test_mailbox_thread_yields_on_a_core_of_its_own(cores: int, gives_way: bool,
 import os, time
 from memserve.protocol.messages import Peer
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 os.sched_setaffinity(0, {here[:cores]})
 box = ZmqMailbox(Peer("a", 1), ListenAddress("the secret of this test"), lambda *_: None, gives_way={gives_way})
 threads, until_s = [], time.monotonic() + 30

@@ -16,7 +16,7 @@ from memserve.protocol.messages import Join
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.protocol.store import STORE, JoinRequest
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from places import ROOT
 from ports import free_port
 from served_cluster import WAIT_S, eventually, is_alive

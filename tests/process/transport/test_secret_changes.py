@@ -33,10 +33,11 @@ from memserve.transport import request_server as answering
 from memserve.transport.curve import CurveKeys, Socket
 from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import LinkError
 from memserve.transport.probe import ProbeResult, probe_address
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import Line, ListenAddress
+from memserve.transport.request_server import Line
 from secret_steps import NEW, OLD, STEPS, put
 from waiting import eventually
 

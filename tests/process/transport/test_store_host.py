@@ -30,7 +30,7 @@ from memserve.system.process import new_generation
 from memserve.transport.data_port import open_data_port
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from ports import free_port
 from waiting import eventually
 

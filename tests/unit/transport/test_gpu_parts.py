@@ -206,9 +206,9 @@ def the_channel_hands_out_whole_blocks() -> bool:
     from memserve import _core
     from memserve.protocol.peers import Peer
     from memserve.transport.links.encrypted import CurveLink
+    from memserve.transport.network_devices import ListenAddress
     from memserve.transport.ports import LinkError
     from memserve.transport.ranges import Ranges
-    from memserve.transport.request_server import ListenAddress
 
     geometry, where = GEOMETRIES["three heads"], ListenAddress("a secret of these tests")
     source, target = Divided(geometry, (3, 1), seed=5), Divided(geometry, (2, 2))

@@ -19,9 +19,9 @@ from memserve.transport import data_port as data
 from memserve.transport.data_port import Lanes, PagePort, open_data_port
 from memserve.transport.links import nixl_agent
 from memserve.transport.links.nixl import PollThread
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.ports import LinkError, Seals, UnreachableError
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import ListenAddress
 
 A, B = Peer("a", 1), Peer("b", 1)
 

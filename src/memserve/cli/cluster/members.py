@@ -424,7 +424,7 @@ def mailbox_at(
 ) -> Mailbox:
     """The mailbox of a router at ``port`` (0: any). Raises :class:`UserError` where that cannot be listened on."""
     from memserve.transport.mailbox import ZmqMailbox
-    from memserve.transport.request_server import ListenAddress
+    from memserve.transport.network_devices import ListenAddress
 
     gives_way = not options.at_most.instance_count
     return ZmqMailbox(self_peer, ListenAddress(secret, options.host, port=port), on_message, gives_way=gives_way)

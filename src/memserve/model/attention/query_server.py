@@ -25,8 +25,9 @@ from memserve.protocol.messages import Segment
 from memserve.protocol.peers import Peer
 from memserve.system.secrets import Secret, as_followed
 from memserve.transport.curve import CurveKeys
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.outbound import SEND_QUEUE_MAX, new_context
-from memserve.transport.request_server import Answering, Line, ListenAddress
+from memserve.transport.request_server import Answering, Line
 
 if TYPE_CHECKING:
     from memserve.model.device import ModelDevice

@@ -39,8 +39,8 @@ from memserve.store.client.memory import Staging, View
 from memserve.system.secrets import Secret
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.probe import ProbeResult, probe_address
-from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ from memserve.system.kv_codec import CodecGate, KvCodec, LearntRate
 from memserve.system.secrets import as_followed
 from memserve.transport.curve import CurveKeys
 from memserve.transport.links.gpu_memory import GpuMemory
+from memserve.transport.network_devices import ListenAddress
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import (
     ArenaMemory,
@@ -49,7 +50,7 @@ from memserve.transport.ports import (
     place_of,
 )
 from memserve.transport.ranges import Ranges, fits
-from memserve.transport.request_server import Answering, Line, ListenAddress
+from memserve.transport.request_server import Answering, Line
 
 Bytes = NDArray[np.uint8]
 

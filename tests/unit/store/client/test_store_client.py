@@ -25,7 +25,7 @@ from memserve.protocol.store import (
 )
 from memserve.store.client import connection
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import ListenAddress
+from memserve.transport.network_devices import ListenAddress
 from scripted_store import SECRET, ScriptedStore
 from waiting import eventually
 
