@@ -25,8 +25,8 @@ constexpr std::ptrdiff_t kPanelStrips = 2;  // of an exact product: as wide as t
 // Matrix units read rows once a panel, and wait for them: it fills half of the second cache of such processors.
 constexpr std::ptrdiff_t kPanelStripsMax = 16, kMatrixPanelBytes = 1 << 20;
 // Two products of bytes take as long as one of numbers for so many rows. Matrix units multiply numbers sooner from 17
-// rows on, but a row must come out the same whatever is beside it: an answer that begins in the cache is the one that
-// begins with its whole prompt.
+// rows on, but up to here a row comes out the same whatever is beside it: of a short prompt, an answer that begins in
+// the cache is the one that begins with all of it.
 constexpr std::ptrdiff_t kRowsOfIntegers = 128;
 
 std::atomic<int> forced_set{-1};

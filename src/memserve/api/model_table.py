@@ -140,6 +140,6 @@ class ModelTable:
         return {part.name: await part.state_text() for part in self.parts} | relayed
 
     def _find_listed(self, name: str) -> str | None:
-        # in any case of letters, before further names are looked at: one model's alias may be another one's name
+        # in upper or lower case, before further names are looked at: one model's alias may be another one's name
         exact = (part.name for part in self.parts if part.name.casefold() == name.casefold())
         return next(exact, None) or next((part.name for part in self.parts if part.names.is_listed(name)), None)

@@ -349,7 +349,7 @@ class ModelDevice(Device):
     def _compute_step(self, plan: StepPlan) -> StepFinished:
         late = [self._slots.late.pop(draw.slot)[None] for draw in plan.late_draws]
         logits, drawing = self._compute_logits(plan) if plan.slots else (late[0][:0], [])
-        failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
+        failed = self._slots.failures_in(plan)
         verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
         hidden = self._hidden_states(plan, drawing, logits, verified) if self._embeds else {}
         prompt_logprobs = {} if self._embeds else self._prompt_logprobs(plan, logits[verified:], failed)
@@ -520,7 +520,6 @@ class ModelDevice(Device):
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         sampled = sample(logits, rows, slots, self._slots)
-        failed |= self._slots.failed_draws(plan)
         for slot, why in sampled.failed.items():
             failed.setdefault(slot, why)
         self._slots.append_tokens(slots, sampled.tokens)
@@ -533,10 +532,8 @@ class ModelDevice(Device):
         """Draw in rows with drafts, and append what is drawn: the first token of each row, and by slot those behind."""
         slots = np.array([plan.slots[row] for row in plan.drafts], np.int64)
         sampled, lacking = sample_drafts(logits, slots, list(plan.drafts.values()), self._slots)
-        for slot in slots.tolist():
-            why = self._slots.failed.get(slot) or lacking.get(slot)
-            if why is not None:
-                failed.setdefault(slot, why)
+        for slot, why in lacking.items():
+            failed.setdefault(slot, why)
         self._sampled += self._slots.append_accepted(slots, sampled)
         return [tokens[0] for tokens in sampled], dict(
             zip(slots.tolist(), [tokens[1:] for tokens in sampled], strict=True)

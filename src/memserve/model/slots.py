@@ -243,13 +243,15 @@ class SlotTable:
         self.adjusts[slot] = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
         self._sampling[slot], self._stop[slot], self._lists[slot] = sampling, stop, lists
 
-    def failed_draws(self, plan: StepPlan) -> Failures:
-        """Why slots that draw in ``plan`` draw nothing: what has failed of them, or the row that they draw from."""
+    def failures_in(self, plan: StepPlan) -> Failures:
+        """Why slots of ``plan`` draw nothing: what has failed of them, or of the row that they draw from."""
         if not self.failed:
             return {}
-        rows = [(slot, row) for row, slots in zip(plan.slots, plan.sample_slots, strict=True) for slot in slots]
-        rows += [(draw.slot, draw.slot) for draw in plan.late_draws]
-        return {slot: why for slot, row in rows if (why := self.failed.get(slot) or self.failed.get(row))}
+        draws = [
+            (slot, row) for row, slots in zip(plan.slots, plan.sample_slots, strict=True) for slot in (row, *slots)
+        ]
+        draws += [(draw.slot, draw.slot) for draw in plan.late_draws]
+        return {slot: why for slot, row in draws if (why := self.failed.get(slot) or self.failed.get(row))}
 
     def close_slot(self, slot: int) -> None:
         """Unbind an open slot."""

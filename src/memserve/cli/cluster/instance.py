@@ -237,11 +237,11 @@ def _place(
     drain_s: float,
     health_file: Path | None,
 ) -> MemberPlace:
+    from memserve.transport.member_place import MemberPlace
+
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
     own_host, port = opt.split_address(advertise, "--advertise") if advertise else (own_host_to(join), 0)
-    from memserve.transport.member_place import MemberPlace
-
     return MemberPlace(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from memserve.base.config import ClusterConfig
@@ -81,9 +82,8 @@ def check_picker(http: HttpOptions) -> None:
     if http.server.endpoint_picker is None:
         return
     try:
-        import envoy.service.ext_proc.v3  # noqa: F401  # used where the picker starts: here it need only be there
-        import grpc  # noqa: F401  # used where the picker starts: here it need only be there
-        import grpc_health.v1  # noqa: F401  # used where the picker starts: here it need only be there
+        for package in ("grpc", "grpc_health.v1", "envoy.service.ext_proc.v3"):
+            import_module(package)
     except ImportError:
         hint = "pip install 'memserve[gateway]'"
         raise UserError("an endpoint picker needs the package xds-protos", hint=hint, param="endpoint_picker") from None

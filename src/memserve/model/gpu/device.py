@@ -322,13 +322,12 @@ class GpuDevice(ModelDevice):
     def _launch_rows(self, running: _Begun) -> None:
         plan = running.plan
         logits, drawing = self._compute_logits(plan)
-        running.failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
+        running.failed = self._slots.failures_in(plan)
         if not drawing:
             return
         groups = [plan.sample_slots[row] for row in drawing]
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-        running.failed |= self._slots.failed_draws(plan)
         running.draw = self._begin_draw(logits, rows, slots)
         running.lives = self._lives[slots].copy()
         self._slots.append_tokens(
