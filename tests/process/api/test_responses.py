@@ -12,6 +12,8 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, TinyModel, World, running_server, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
+from memserve.api.openai.responses import endpoint
+from waiting import eventually
 
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 CALLS = (
@@ -147,6 +149,24 @@ def test_a_response_in_the_background_is_read_later_or_cancelled() -> None:
         assert client.responses.retrieve(made.id).output_text == "word " * 5
         assert client.responses.retrieve(other.id).status == "cancelled"
         assert client.responses.cancel(made.id).status == "completed"
+
+
+def test_answers_in_the_background_count_as_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two fit as they begin. With their answers, and the messages behind which they go on, the older one goes."""
+    with serve(FakeEngine(says("word " * 30))) as world, world.client() as client:
+
+        def read_to_the_end() -> str:
+            made = client.responses.create(input="hello", background=True, max_output_tokens=200)
+            eventually(lambda: client.responses.retrieve(made.id).status == "completed")
+            return made.id
+
+        first = read_to_the_end()
+        whole = httpx.get(f"{world.url}/v1/responses/{first}", timeout=30).content
+        monkeypatch.setattr(endpoint, "KEPT_BYTES_MAX", 2 * len(whole))
+        second = read_to_the_end()
+        assert client.responses.retrieve(second).output_text == "word " * 30
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(first)
 
 
 @pytest.mark.parametrize(

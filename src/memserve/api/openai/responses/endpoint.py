@@ -84,6 +84,20 @@ class ResponseStore:
         self._drop_response(tenant_state, entry.response["id"])
         tenant_state.responses[entry.response["id"]] = entry
         tenant_state.nbytes += entry.nbytes
+        self._drop_oldest(tenant_state)
+
+    def complete_response(self, tenant: str, entry: StoredResponse, response: Json, messages: list[Json]) -> None:
+        """What is kept of a response in the background is larger at its end."""
+        entry.response, entry.messages = response, messages
+        tenant_state = self._tenants.get(tenant, _Tenant())
+        if tenant_state.responses.get(response["id"]) is entry:  # else it was forgotten meanwhile, and stays so
+            nbytes = _stored_bytes(response, messages)
+            tenant_state.nbytes += nbytes - entry.nbytes
+            entry.nbytes = nbytes
+            tenant_state.responses.move_to_end(response["id"])
+            self._drop_oldest(tenant_state)
+
+    def _drop_oldest(self, tenant_state: _Tenant) -> None:
         # the newest one stays, however large it is: its client may go on from it
         while len(tenant_state.responses) > 1 and (
             len(tenant_state.responses) > KEPT_MAX or tenant_state.nbytes > KEPT_BYTES_MAX
@@ -133,6 +147,10 @@ SESSION_TTL_S = 600.0
 """How long the KV of a continued response is kept from eviction."""
 
 _encode = msgspec.json.Encoder().encode
+
+
+def _stored_bytes(response: Json, messages: list[Json]) -> int:
+    return len(_encode(response)) + len(_encode(messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +265,7 @@ class ResponsesRoutes:
     def _start_background(self, job: _PlannedResponse, reply: Reply) -> Json:
         """A response in the background: a task that outlives its request."""
         queued = {**job.response, "status": "queued"}
-        entry = StoredResponse(queued, job.messages, job.session, len(_encode(job.messages)))
+        entry = StoredResponse(queued, job.messages, job.session, _stored_bytes(queued, job.messages))
 
         async def work() -> None:
             call = self._shared.hub.open_call(job.plan.requests)
@@ -309,11 +327,10 @@ class ResponsesRoutes:
             return
         messages = [*job.messages, *messages_of(job.items.closed_items)]
         if entry is not None:
-            entry.response, entry.messages = response, messages
+            self._store.complete_response(job.tenant, entry, response, messages)
             return
-        self._store.put_response(
-            job.tenant, StoredResponse(response, messages, job.session, len(_encode(messages)) + len(_encode(response)))
-        )
+        nbytes = _stored_bytes(response, messages)
+        self._store.put_response(job.tenant, StoredResponse(response, messages, job.session, nbytes))
 
 
 class _Create:
