@@ -19,12 +19,12 @@ from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import LateDraw, OpenSequence
 from memserve.model.grammar import processes as grammar_processes
 from memserve.model.grammar.masks import Grammars
-from memserve.model.grammar.matcher import STOPPED
+from memserve.model.grammar.matcher import STOPPED, GrammarProcess
 from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotModel, SlotTable
 from process_tree import children_of
-from waiting import stop_process
+from waiting import eventually, stop_process
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 
@@ -175,6 +175,30 @@ def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:
             os.kill(pid, signal.SIGCONT)
     assert there.wait(WAIT_S)
     assert grammars.next_mask(0)[encode("e")[0]]
+
+
+def test_mask_late_for_want_of_a_core_costs_no_priority(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped in the place of one that gets no core. By the second look the first is over."""
+    looks: list[int] = []
+    look_at = GrammarProcess.look_at
+    monkeypatch.setattr(GrammarProcess, "look_at", lambda process: (looks.append(process.number), look_at(process)))
+    assert build(grammars, 1, 'start: "hello"') == ""
+    grammars.open_slot(0, 1, [])
+    assert mask(grammars, 0).any()
+    pids = _children(grammars)
+    for pid in pids:
+        stop_process(pid)
+    there = threading.Event()
+    try:
+        grammars.take_token(0, encode("h")[0])
+        grammars.flush_tokens()
+        grammars.await_mask(0, there.set)
+        eventually(lambda: len(looks) >= 3)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert there.wait(WAIT_S)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {0}
 
 
 def test_a_process_that_is_killed_fails_its_slots_alone(grammars: Grammars) -> None:

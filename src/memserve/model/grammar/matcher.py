@@ -136,6 +136,10 @@ class GrammarProcess:
             self.yields = True
             self._owner.send_command(wire.YIELD, self.number)
 
+    def look_at(self) -> None:
+        """It works at the lowest priority from now on if it computes now."""
+        self._owner.send_command(wire.LOOK, self.number)
+
     # -- cells
 
     def open_cell(self, cell: int, tokens: Sequence[int]) -> None:

@@ -31,6 +31,8 @@ BUILD_BYTES = 128 * MIB
 """Address space that a build may take beside what the source has."""
 MASK_BYTES = 32 * MIB
 """Address space that each mask may take beside what the grammar had before."""
+LOOK_S = 0.02
+"""How long a process is looked at: if it has computed for a quarter of that, it computes."""
 BUILD_NICE = 10
 """Priority of a build: beside a busy thread of a step it gets a tenth of the core."""
 CPU_S = 2
@@ -41,8 +43,9 @@ NOTICED_NS, NOTICED_MASKS = 1_000_000, 64
 as a mask."""
 
 ORDER = struct.Struct("<4sQ")
-"""To the source: what, the number of the grammar. With ``FORK`` come its socket and its memory."""
-FORK, KILL, YIELD = b"fork", b"kill", b"nice"
+"""To the source: what, the number of the grammar. With ``FORK`` come its socket and its memory. ``YIELD``: lowest
+priority from now on; ``LOOK``: if it computes now."""
+FORK, KILL, YIELD, LOOK = b"fork", b"kill", b"nice", b"look"
 
 ENTRY = struct.Struct("<BxHII")
 """To the process of a grammar: kind, cell, serial number, how many tokens (int32) follow."""
@@ -76,16 +79,18 @@ class _Source:
     def __init__(self, control: socket.socket, tokenizer: Any, vocab_size: int) -> None:
         self._control, self._tokenizer, self._vocab_size = control, tokenizer, vocab_size
         self._processes: dict[int, int] = {}  # grammar -> process
+        self._looked_at: dict[int, int] = {}  # process whose mask is late -> its processor time when that was said
         self._die_with = _death_with_parent()
 
     def serve_commands(self) -> None:
         """Until the other end of the control line is closed."""
         while True:
-            self._control.settimeout(1.0 if self._processes else None)
+            self._control.settimeout(LOOK_S if self._looked_at else 1.0 if self._processes else None)
             try:
                 order, fds, _, _ = socket.recv_fds(self._control, ORDER.size, 2)
             except TimeoutError:
                 self._reap_children()
+                self._lower_busy()
                 continue
             if not order:
                 break
@@ -96,12 +101,23 @@ class _Source:
                 with suppress(ProcessLookupError):
                     if command == KILL:
                         os.kill(process, signal.SIGKILL)
+                    elif command == LOOK:
+                        self._looked_at.setdefault(process, _spent_ns(process))
                     else:
                         os.setpriority(os.PRIO_PROCESS, process, 19)
             self._reap_children()
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+    def _lower_busy(self) -> None:
+        """Of those that were late a moment ago, those that have computed since then: others were late for want of a
+        core, and would be so more often."""
+        for process, before_ns in self._looked_at.items():
+            if _spent_ns(process) - before_ns > LOOK_S * 1e9 / 4:
+                with suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, process, 19)
+        self._looked_at.clear()
 
     def _fork_process(self, number: int, fds: list[int]) -> None:
         parent = os.getpid()
@@ -131,6 +147,15 @@ class _Source:
             if not process:
                 return
             self._processes = {number: pid for number, pid in self._processes.items() if pid != process}
+
+
+def _spent_ns(process: int) -> int:
+    """Processor time of its main thread, which computes masks; 0: it has ended."""
+    try:
+        with open(f"/proc/{process}/task/{process}/schedstat", "rb") as file:
+            return int(file.read().split()[0])
+    except (OSError, IndexError):
+        return 0
 
 
 def _death_with_parent() -> Any:

@@ -125,7 +125,7 @@ class GrammarProcesses:
             self._timed.pop(process.number, None)
 
     def start_timer(self, process: GrammarProcess) -> None:
-        """It is waited for: it gives way once that takes long."""
+        """It is waited for: it gives way once it computes for long."""
         if not process.yields:
             self._timed.setdefault(process.number, time.monotonic() + YIELD_S)
             os.eventfd_write(self._wake, 1)
@@ -184,8 +184,8 @@ class GrammarProcesses:
             elif due_s <= now_s and process.last_reply_s > now_s - YIELD_S:
                 self._timed[number] = process.last_reply_s + YIELD_S  # many masks, and each takes little
             elif due_s <= now_s:
-                del self._timed[number]
-                process.lower_priority()
+                self._timed[number] = now_s + YIELD_S
+                process.look_at()
 
     def _start_source(self) -> None:
         ours, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
