@@ -154,11 +154,12 @@ def drop(name: str, served: Served, bombs: list[Json], tokens: int = TOKENS) -> 
 
     def ask(bomb: Json) -> str:
         begin_s = time.perf_counter()
-        answer = Client(served, "bombs").ask(bomb, tokens=tokens)
+        answer = clients.pop().ask(bomb, tokens=tokens)
         code = answer.json().get("error", {}).get("code") or ""
         return f"{answer.status_code} {code} {time.perf_counter() - begin_s:.1f} s"
 
     watch = Watch(served)
+    clients = [Client(served, "bombs") for _ in bombs]  # made before: that takes this process's time
     with meanwhile(watch.ask_choices, watch.read_streams, watch.read_memory):
         time.sleep(1.5)
         watch.gaps_s.clear()
