@@ -46,6 +46,7 @@ from harness.tools import (
     TOOLS,
     Target,
     Tool,
+    pin_tools,
     with_hub_cache,
     words_of_aiperf,
     words_of_guidellm,
@@ -219,7 +220,7 @@ def machine() -> str:
 
 def opened(args: Namespace, loads: list[Load]) -> Record:
     """What an earlier run wrote, or a new record; one of other settings, or of another machine, is put aside."""
-    names = ("dtype", "eager", "serve", "seed", "threads", "context")
+    names = ("dtype", "eager", "serve", "seed", "tool_cpus", "context")
     settings = {name: getattr(args, name) for name in names}
     fresh = {"machine": machine(), "settings": settings, "note": args.note, "tools": {}, "absent": {}, "servers": {},
              "missing": {}, "loads": {}, "rows": []}  # fmt: skip
@@ -246,6 +247,19 @@ def write(args: Namespace, record: Record) -> None:
 
 
 # -- the run
+
+
+def keep_cores(count: int) -> list[int]:
+    """This process and the servers that it starts keep all cores but the last ``count``, which tools get: AIPerf keeps
+    one busy all the time, and servers whose threads wait for each other suffer unequally where it takes theirs."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not 0 <= count < len(cores):
+        raise SystemExit(f"--tool-cpus {count}: there are {len(cores)} cores, and servers need one")
+    own = cores[: len(cores) - count]
+    os.sched_setaffinity(0, own)
+    if count:
+        pin_tools(cores[-count:])
+    return own
 
 
 @dataclass(frozen=True)
@@ -362,11 +376,12 @@ def main() -> None:
         short=(False, "one round of a few loads"), fresh=(False, "forget what an earlier run has written"),
         rounds=3, only=Commas(*MODELS), loads=([], "only these, such as plain/chat/aiperf"),
         minutes=(40.0, "until no further load begins"), dtype="bfloat16", context=(4096, "of vLLM"),
-        eager=(False, "vLLM does not compile"), cpus=(f"0-{(os.cpu_count() or 1) - 1}", "cores of vLLM"),
-        threads=(os.cpu_count() or 1, "of llama.cpp"), serve=[], seed=1, folder=Path,
+        eager=(False, "vLLM does not compile"), tool_cpus=(1, "the last cores, which tools have for themselves"),
+        serve=[], seed=1, folder=Path,
         note=("", "what a reader must know of this run"),
     )  # fmt: skip
     end_in_order()
+    args.cpus = keep_cores(args.tool_cpus)
     began_s, args.json = time.monotonic(), args.json or RESULTS
     args.rounds, args.tools = 1 if args.short else args.rounds, args.tools.resolve()
     chosen = [load for load in LOADS if load.model in args.only and (load.is_short or not args.short)]

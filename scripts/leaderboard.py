@@ -111,7 +111,10 @@ def page(record: Record, reasons: dict[str, str]) -> str:
 def _circumstances(record: Record, rows: list[Row]) -> Iterator[str]:
     wins = sum(row.first() == OURS for row in rows)
     share = f" ({wins / len(rows):.0%})" if rows else ""
-    yield f"**memserve is first in {wins} of {len(rows)} rows{share}.** {record['machine']}; {record['rounds']} rounds."
+    yield (
+        f"**memserve is first in {wins} of {len(rows)} rows{share}.** {record['machine']}{_cores_of_tools(record)}; "
+        f"{record['rounds']} rounds."
+    )
     others = sorted(run["others"] for run in record["rows"])
     if others and (middle := statistics.median(others)) > BUSY:
         yield ""
@@ -122,6 +125,12 @@ def _circumstances(record: Record, rows: list[Row]) -> Iterator[str]:
     if record["note"]:
         yield ""
         yield record["note"]
+
+
+def _cores_of_tools(record: Record) -> str:
+    """AIPerf keeps a core busy all the time; that shall be no server's."""
+    count = record.get("settings", {}).get("tool_cpus", 0)
+    return f", of which tools have {count} and servers the rest" if count else ""
 
 
 def _missing(record: Record, model: str) -> Iterator[str]:

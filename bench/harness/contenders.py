@@ -97,8 +97,8 @@ def vllm(args: Namespace, model: Model, folder: Path) -> Iterator[Contender]:
     patience = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
     log = folder / f"vllm-{Path(model.folder).name}.log"
     server = Vllm(
-        args.vllm, model.folder, None, log, args.cpus, flags, model.folder, args.dtype, environment=patience,
-        is_eager=args.eager,
+        args.vllm, model.folder, None, log, ",".join(map(str, args.cpus)), flags, model.folder, args.dtype,
+        environment=patience, is_eager=args.eager,
     )  # fmt: skip
     with running(server):
         assert server.process is not None
@@ -121,7 +121,7 @@ def llama_server(path: str, gguf: str, folder: Path, *flags: str) -> Iterator[tu
 @contextmanager
 def llama_cpp(args: Namespace, model: Model, folder: Path) -> Iterator[Contender]:
     """llama.cpp's server."""
-    flags = ["-c", str(KV_TOKENS), "-np", str(AT_ONCE), "--kv-unified", "-t", str(args.threads)]
+    flags = ["-c", str(KV_TOKENS), "-np", str(AT_ONCE), "--kv-unified", "-t", str(len(args.cpus))]
     with llama_server(args.llama_server, model.gguf, folder, *flags) as (url, child):
         said = subprocess.run([args.llama_server, "--version"], capture_output=True, text=True, timeout=60).stderr
         number = next((line.split(":", 1)[1].strip() for line in said.splitlines() if line.startswith("version")), "")

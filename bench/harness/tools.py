@@ -18,6 +18,13 @@ from typing import Any
 TOOL_S = 300.0
 """Of one run; longer ones fail. On a machine that others use, servers whose threads wait for each other may need it."""
 Figures = dict[str, float]
+_pinned: list[str] = []
+"""What begins the command of a tool that has cores of its own."""
+
+
+def pin_tools(cores: list[int]) -> None:
+    """From now on tools run on these cores alone."""
+    _pinned[:] = ["taskset", "--cpu-list", ",".join(map(str, cores))]
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Tool:
 
     def run(self, python: str, words: Iterable[str], folder: Path, **environment: str) -> Figures:
         """One load. Raises ``RuntimeError``, with the end of what it printed, where the tool fails."""
-        command = [python, *self.words, *words]
+        command = [*_pinned, python, *self.words, *words]
         variables = tool_environment() | dict(self.environment) | environment
         with (folder / "tool.log").open("w+") as log:
             try:

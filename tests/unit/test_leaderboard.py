@@ -68,7 +68,7 @@ def test_a_stopped_run_goes_on_where_it_was(bench: types.ModuleType) -> None:
 def test_other_settings_are_not_mixed(bench: types.ModuleType, tmp_path: Path) -> None:
     args = argparse.Namespace(
         json=tmp_path / "board.json", dtype="bfloat16", eager=False, serve=[], seed=1, note="", fresh=False, rounds=3,
-        threads=2, context=4096,
+        tool_cpus=1, context=4096,
     )  # fmt: skip
     first = bench.opened(args, list(bench.LOADS))
     first["rows"].append({"round": 0})
@@ -82,7 +82,7 @@ def test_other_settings_are_not_mixed(bench: types.ModuleType, tmp_path: Path) -
 
 def test_fresh_run_forgets_the_one_before(bench: types.ModuleType, tmp_path: Path) -> None:
     place = {"json": tmp_path / "board.json", "dtype": "bfloat16", "eager": False, "serve": [], "seed": 1, "note": ""}
-    args = argparse.Namespace(**place, fresh=False, rounds=3, threads=2, context=4096)
+    args = argparse.Namespace(**place, fresh=False, rounds=3, tool_cpus=1, context=4096)
     bench.write(args, bench.opened(args, []) | {"rows": [{"round": 0}]})
     args.fresh = True
     assert bench.opened(args, [])["rows"] == []
