@@ -229,11 +229,3 @@ def check_name(name: str) -> None:
     """Raise :class:`UserError` for a name that stands for an address, whichever process listens there."""
     if name in ("router", "store"):
         raise UserError(f"no member can be called {name!r}", hint="take another --name", param="name")
-
-
-def split_address(text: str, flag: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``. Raises :class:`UserError` for anything else."""
-    host, _, port = text.removeprefix("tcp://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"{flag} must be HOST:PORT, not {text!r}", hint=f"for example {flag} 10.0.0.1:5900")
-    return host.strip("[]"), int(port)

@@ -13,6 +13,7 @@ from struct import pack, unpack_from
 
 import numpy as np
 
+from memserve.base.errors import UserError
 from memserve.system.secrets import Secret
 
 _SIOCGIFCONF = 0x8912
@@ -57,6 +58,19 @@ def own_address(host: str) -> str | None:
 def with_port(host: str, port: int | str) -> str:
     """``host:port``; an IPv6 address stands in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``. Raises :class:`UserError` for anything else."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{flag} must be HOST:PORT, not {text!r}", hint=f"for example {flag} 10.0.0.1:5900")
+    return host.strip("[]"), int(port)
+
+
+def join_addresses(join: str, flag: str = "--join") -> tuple[str, ...]:
+    """Where routers may be, ``tcp://host:port`` each: ``HOST:PORT``, several with commas between them."""
+    return tuple(f"tcp://{with_port(*split_address(address, flag))}" for address in join.split(","))
 
 
 def address_towards(host: str) -> str:

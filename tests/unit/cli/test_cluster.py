@@ -24,7 +24,7 @@ from memserve.cli.cluster import topology as shape_module
 from memserve.cli.cluster.http import followers_at
 from memserve.cli.cluster.members import ClusterOptions
 from memserve.cli.cluster.topology import choose_counts, follow_context, room_text, shape_text
-from memserve.cli.flags import HttpOptions, split_address
+from memserve.cli.flags import HttpOptions
 from memserve.cli.main import command_line
 from memserve.instance.scheduler.capacity import Hardware, Shape, choose_shape
 from memserve.model.loading.card import Context, ModelCard
@@ -32,6 +32,7 @@ from memserve.model.loading.sources import weight_bytes
 from memserve.system import memory
 from memserve.system.gpus import DeviceChoice, FoundGpu
 from memserve.system.secrets import GivenKeys
+from memserve.transport.network_devices import split_address
 
 
 @pytest.mark.parametrize(

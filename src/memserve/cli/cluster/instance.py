@@ -31,7 +31,7 @@ from memserve.cli.output import print_lines, progress_bar
 from memserve.fleet.messages import EngineSpec, read_engine
 from memserve.system.process import die_with, ignore_terminal
 from memserve.system.secrets import Followed, Secret, follow_secret
-from memserve.transport.network_devices import address_towards, own_address, with_port
+from memserve.transport.network_devices import address_towards, join_addresses, own_address, split_address
 
 if TYPE_CHECKING:
     from memserve.transport.member_place import MemberPlace
@@ -65,7 +65,7 @@ def child_of_serve(join: str, name: str, log_level: str) -> Iterator[Child]:
         if outlive is None:
             die_with(payload["parent_pid"])
         opt.set_up_logging(log_level, name)
-        host, _ = opt.split_address(join, "--join")
+        host, _ = split_address(join, "--join")
         yield Child(_secret(payload), host, outlive, payload)
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=error_output, flush=True)
@@ -241,7 +241,7 @@ def _place(
 
     if secret_file is None:
         raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
-    own_host, port = opt.split_address(advertise, "--advertise") if advertise else (own_host_to(join), 0)
+    own_host, port = split_address(advertise, "--advertise") if advertise else (own_host_to(join), 0)
     return MemberPlace(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
@@ -262,14 +262,9 @@ def listen_host(advertised: str) -> str:
     return own_address(advertised) or ("::" if ":" in advertised else "0.0.0.0")
 
 
-def join_addresses(join: str) -> tuple[str, ...]:
-    """Where routers may be, ``tcp://host:port`` each, as ``--join`` names them."""
-    return tuple(f"tcp://{with_port(*opt.split_address(address, '--join'))}" for address in join.split(","))
-
-
 def own_host_to(join: str) -> str:
     """The address of this host on the way to the first router of ``join``, found without sending anything."""
-    router_host, _ = opt.split_address(join.split(",")[0], "--join")
+    router_host, _ = split_address(join.split(",")[0], "--join")
     try:
         return address_towards(router_host)
     except OSError as error:

@@ -25,7 +25,6 @@ from memserve.base.types import Caching, Role, check_link
 from memserve.base.units import human_bytes
 from memserve.cli.cluster.models import slug_of
 from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
-from memserve.cli.flags import split_address
 from memserve.cli.output import progress_bar
 from memserve.fleet.messages import EngineSpec, FleetOptions
 from memserve.instance.scheduler.capacity import kv_tokens
@@ -36,7 +35,7 @@ from memserve.store.host.files import store_secret, stored_secret
 from memserve.system.gpus import DeviceChoice, device_here
 from memserve.system.memory import objects_that_stay
 from memserve.system.secrets import Followed, Secret, as_followed
-from memserve.transport.network_devices import own_address, with_port
+from memserve.transport.network_devices import own_address, split_address, with_port
 
 if TYPE_CHECKING:
     from memserve.cli.flags import HttpOptions

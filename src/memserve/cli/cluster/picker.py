@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
-from memserve.cli.flags import HttpOptions, split_address
+from memserve.cli.flags import HttpOptions
 from memserve.fleet.messages import SILENCE_S, EngineKind, EngineSpec
-from memserve.transport.network_devices import with_port
+from memserve.transport.network_devices import split_address, with_port
 
 if TYPE_CHECKING:
     from memserve.api.http.middleware import KeyRing

@@ -25,7 +25,7 @@ from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.fleet import WITHOUT_MODEL, run_further_router
 from memserve.cli.cluster.http import Served, serve_until_signal
-from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, join_addresses, listen_host, own_host_to
+from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_host_to
 from memserve.cli.cluster.models import Models, NamedModel, read_models, slug_of
 from memserve.cli.cluster.several import FollowedModel, serve_followed
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
@@ -35,7 +35,7 @@ from memserve.model.loading.lora import read_adapters
 from memserve.system.process import EndRequested, signals_raise
 from memserve.system.secrets import GivenKeys, follow_secret
 from memserve.transport.member_place import MemberPlace
-from memserve.transport.network_devices import with_port
+from memserve.transport.network_devices import join_addresses, with_port
 
 if TYPE_CHECKING:
     from memserve.host.router import RouterEngine

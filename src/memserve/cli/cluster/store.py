@@ -22,11 +22,12 @@ from memserve.base.types import KV_CODECS, check_kv_codec
 from memserve.base.units import human_bytes, parse_bytes
 from memserve.cli import credentials
 from memserve.cli import flags as opt
-from memserve.cli.cluster.instance import child_of_serve, join_addresses, listen_host, own_host_to
+from memserve.cli.cluster.instance import child_of_serve, listen_host, own_host_to
 from memserve.cli.credentials import StoreSecretFile
 from memserve.cli.output import print_lines
 from memserve.store.host.files import store_secret, stored_secret, with_absolute_folders
 from memserve.system.secrets import Secret, as_followed, follow_secret
+from memserve.transport.network_devices import join_addresses, split_address
 
 if TYPE_CHECKING:
     from memserve.protocol.store import StoreEntry
@@ -323,7 +324,7 @@ def _place(
     from memserve.store.host.process import StorePlace
 
     if options.address is not None:
-        host, port = opt.split_address(options.address, "--listen")
+        host, port = split_address(options.address, "--listen")
     else:
         host, port = own_host or own_host_to(join or ""), 0
     store_secret(options, as_followed(secret).initial_value, print_lines)
