@@ -26,6 +26,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -40,6 +41,7 @@ from memserve.base.config import ExchangeConfig
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry, Role, Tier, TokenArray, TransferMode
 from memserve.base.units import ns_from_s
+from memserve.host.lent_memory import LentMemory
 from memserve.host.pool_peer_machine import Arrived, PoolAction, PoolCall, PoolEvent, PoolMachine, Transferred
 from memserve.kv.events import PoolReport
 from memserve.kv.identity import identity_key
@@ -249,7 +251,8 @@ class PoolPeer:
             new_arena=_core.SharedArena,
             identity_key=identity_key(secret),
         )
-        where = ListenAddress(secret, host, port=port)
+        self._link, self._lent = link, list[LentMemory]()
+        self._where = where = ListenAddress(secret, host, port=port)
         terms = PeerTerms(namespace, link, lease_ns=ns_from_s(lease_s), silent_ns=ns_from_s(silent_s))
         self._host = PoolHost(self._memory, self._self_peer, where, terms, self._on_outcome)
         self._machine = self._host.machine
@@ -450,6 +453,26 @@ class PoolPeer:
             lambda now_ns: self._machine.start_fetch(id, wanted_tokens, now_ns, within_ns)
         ).result()
 
+    # -- a cluster
+
+    def lend_memory(self, nbytes: int, join: str, *, secret: str = "", timeout_s: float = 30.0) -> LentMemory:
+        """Let the cluster of the router at ``join`` (``HOST:PORT``) have ``nbytes`` of this host's memory, beside this
+        pool's own, until the result is closed: KV that leaves its instances goes there, and they fetch it back.
+
+        There it is a store of this peer's name. ``secret``: the cluster's, if it is not this peer's. Raises
+        :class:`UserError` where the router refuses it, or has not answered within ``timeout_s``.
+        """
+        own = self._where
+        lent = LentMemory(nbytes, join, name=self.name, secret=secret or own.secret, host=own.host, link=self._link)
+        try:
+            lent.wait_member(timeout_s)
+        except UserError:
+            with suppress(UserError):  # the same
+                lent.close()
+            raise
+        self._lent.append(lent)
+        return lent
+
     # -- state
 
     def report(self) -> PoolReport:
@@ -466,7 +489,10 @@ class PoolPeer:
         self._host.call_machine(lambda now_ns: self._machine.exchange.check_invariants())
 
     def close(self) -> None:
-        """Tell the peers, stop the threads, give the memory back. Waiting calls end."""
+        """Tell the peers, stop the threads, give the memory back, lent memory too. Waiting calls end."""
+        for lent in self._lent:
+            with suppress(UserError):  # that the cluster had refused it was said when it was lent
+                lent.close()
         self._host.close()
 
     def __enter__(self) -> PoolPeer:

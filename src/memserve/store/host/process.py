@@ -84,6 +84,8 @@ class StorePlace(MemberPlace):
     folders: tuple[tuple[str, int], ...]
     """A folder of each disk, or a backend and its location, and the bytes that it takes there."""
     disks: DisksConfig
+    is_memory_kept: bool = True
+    """What is in memory outlives a process that is killed: the next store of this name takes it over."""
 
     @property
     def memory_name(self) -> str:
@@ -170,6 +172,8 @@ class StoreRun:
     def _open_parts(self, model: StoredModel, self_peer: Peer, carried: CarriedValues) -> None:
         place, geometry = self._place, model.geometry
         self._tier = tier = _open_memory(place, geometry.block_bytes)
+        if not place.is_memory_kept:
+            tier.unlink()  # the files' names alone: those that know their descriptors read on
         _put_carried(tier, carried)
         arena = tier.arena
         assert arena is not None
@@ -236,7 +240,7 @@ class StoreRun:
         Raises :class:`UserError` when the store has broken or was refused."""
         self._loop.close(_CLOSE_S)
         self._close_all()
-        if is_orderly and self._failure is None and self._tier is not None:
+        if is_orderly and self._failure is None and self._tier is not None and self._place.is_memory_kept:
             self._tier.unlink()
         if self._failure is not None:
             raise self._failure
@@ -333,45 +337,70 @@ class StoreRun:
         self.ended.set()
 
 
+class StoreLives:
+    """A store from its start to its end: a life for each model whose KV it keeps."""
+
+    def __init__(self, place: StorePlace, on_ready: Callable[[StoreRun], None]) -> None:
+        """``on_ready`` is called once, when it serves."""
+        self._place, self._on_ready = place, on_ready
+        self._run: StoreRun | None = None  # None: before the first life, between two, and behind the last
+        self._ends = False
+
+    @property
+    def present(self) -> StoreRun | None:
+        """Its present life."""
+        return self._run
+
+    @property
+    def router(self) -> Peer | None:
+        """The router that has accepted it."""
+        run = self._run
+        return run.router if run is not None else None
+
+    def request_end(self, patience_s: float, why: str = "") -> None:
+        """As :meth:`StoreRun.request_end`, whenever it is called: behind the present life there is no other one."""
+        self._ends = True
+        if (run := self._run) is not None:  # else the next life ends as it begins
+            run.request_end(patience_s, why)
+
+    def run_all(self) -> None:
+        """Live until it is told to end. Raises :class:`UserError` when it cannot be started, or the router refuses
+        it."""
+        health = self._place.open_health()
+        keeps_memory = self._place.is_memory_kept
+        model: StoredModel | None = known_model(self._place) if keeps_memory else NO_MODEL
+        generation, carried = 0, CarriedValues()
+        while model is not None:
+            is_first, generation = not generation, max(generation + 1, new_generation())
+            self._run = run = StoreRun(self._place, model, Peer(self._place.name, generation), carried)
+            if self._ends:
+                run.request_end(0.0)
+            elif is_first:
+                self._on_ready(run)
+            while not run.ended.wait(1.0):  # short waits: a signal's handler runs between them
+                _report_health(health, run)
+            generation = max(generation, run.self_peer.generation)
+            model = run.next_model if not self._ends else None
+            if model is not None and keeps_memory:
+                remember_model(self._place, model)
+            run.close(is_orderly=model is None)
+            carried = run.values_to_carry() if model is not None else CarriedValues()
+            self._run = None
+            del run
+            gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
+        if keeps_memory:
+            forget_model(self._place)
+        if health is not None:
+            health.remove_file()
+
+
 def run_store(place: StorePlace, on_ready: Callable[[StoreRun], None]) -> None:
-    """Run a store until it is told to end; ``on_ready`` is called when it serves.
-
-    Raises :class:`UserError` when it cannot be started, or the router refuses it.
-    """
-    runs: list[StoreRun] = []
-    health = place.open_health()
-
-    def request_end(patience_s: float, why: str) -> None:
-        if runs:  # between two lives there is none: the next one ends when it sees that a signal came
-            runs[-1].request_end(patience_s, why)
-
-    signals = place.follow_signals(request_end)
-    place.end_when_orphaned(lambda: runs[-1].router if runs else None)
-    model: StoredModel | None = known_model(place)
-    generation, is_first, carried = 0, True, CarriedValues()
-    while model is not None:
-        generation = max(generation + 1, new_generation())
-        run = StoreRun(place, model, Peer(place.name, generation), carried)
-        runs.append(run)
-        if signals.count:
-            run.request_end(0.0)
-        elif is_first:
-            on_ready(run)
-            is_first = False
-        while not run.ended.wait(1.0):  # short waits: a signal's handler runs between them
-            _report_health(health, run)
-        generation = max(generation, run.self_peer.generation)
-        model = run.next_model if not signals.count else None
-        if model is not None:
-            remember_model(place, model)
-        run.close(is_orderly=model is None)
-        carried = run.values_to_carry() if model is not None else CarriedValues()
-        runs.clear()
-        del run
-        gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
-    forget_model(place)
-    if health is not None:
-        health.remove_file()
+    """A store that is this process: signals end it, and the end of what it outlives. Raises as
+    :meth:`StoreLives.run_all`."""
+    lives = StoreLives(place, on_ready)
+    place.follow_signals(lives.request_end)
+    place.end_when_orphaned(lambda: lives.router)
+    lives.run_all()
 
 
 def _report_health(health: HealthFile | None, run: StoreRun) -> None:
