@@ -19,7 +19,11 @@ namespace {
 #if defined(MEMSERVE_X86_ISAS)
 const AttentionKernels* const kKernels[kIsaCount] = {&portable::attention_kernels, &avx2::attention_kernels,
                                                      &avx512::attention_kernels, &avx512_bf16::attention_kernels,
-                                                     &avx512_bf16::attention_kernels};  // amx has none of its own
+#if defined(MEMSERVE_AMX)
+                                                     &amx::attention_kernels};
+#else
+                                                     &avx512_bf16::attention_kernels};
+#endif
 #else
 const AttentionKernels* const kKernels[kIsaCount] = {&portable::attention_kernels};
 #endif

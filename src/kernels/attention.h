@@ -140,6 +140,9 @@ namespace avx512_bf16_vnni { extern const CodedKernels coded_kernels; }
 namespace avx2 { extern const AttentionKernels attention_kernels; }
 namespace avx512 { extern const AttentionKernels attention_kernels; }
 namespace avx512_bf16 { extern const AttentionKernels attention_kernels; }
+#if defined(MEMSERVE_AMX)
+namespace amx { extern const AttentionKernels attention_kernels; }
+#endif
 #endif
 
 // Write the step's k, v into the pages (if args.write), then attend. Several threads; no Python state is touched.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "attention_simd.h"
+#include "matrix_tiles.h"
 
 namespace memserve::MEMSERVE_ISA {
 namespace {
@@ -84,9 +85,91 @@ constexpr BlockFunction<Format> block_function(int rows, std::integer_sequence<i
   return table[rows - 1];
 }
 
-// `columns` is a multiple of kBlockColumns.
+#if defined(__AMX_BF16__)
+// The same on matrix units: rows of pairs are rows of tiles already. Registers 0 to 3: sums, 4 and 5: rows of A, 6 and 7:
+// columns of B.
+constexpr int kTileUnits = 16;  // of the depth
+
+inline bool fits_tiles(const Operands<Pairs>& o) { return o.depth % kTileUnits == 0; }
+
+// Of 16 rows, or of 32 (kTwo), two tiles of columns.
+template <bool kTwo>
+void multiply_tiles(const Operands<Pairs>& o, int row, int column) {
+  const auto* a = o.a + row * o.a_stride;
+  const auto* lower_a = a + matrix::kRows * o.a_stride;
+  float* c = o.c + row * o.c_stride + column;
+  float* lower_c = c + matrix::kRows * o.c_stride;
+  const int64_t a_bytes = o.a_stride * 4, b_bytes = int64_t(o.b_stride) * 4, c_bytes = o.c_stride * 4;
+  if (o.decay) {
+    _tile_loadd(0, c, c_bytes);
+    _tile_loadd(1, c + matrix::kColumns, c_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  if (kTwo && o.decay) {
+    _tile_loadd(2, lower_c, c_bytes);
+    _tile_loadd(3, lower_c + matrix::kColumns, c_bytes);
+  } else if (kTwo) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int panel = 0; panel < o.panels; ++panel) {
+    const auto* b = o.b[panel] + column;
+    for (int k = 0; k < o.depth; k += kTileUnits, a += kTileUnits, lower_a += kTileUnits, b += kTileUnits * o.b_stride) {
+      _tile_loadd(6, b, b_bytes);
+      _tile_loadd(7, b + matrix::kColumns, b_bytes);
+      _tile_loadd(4, a, a_bytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if constexpr (kTwo) {
+        _tile_loadd(5, lower_a, a_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+  _tile_stored(0, c, c_bytes);
+  _tile_stored(1, c + matrix::kColumns, c_bytes);
+  if constexpr (kTwo) {
+    _tile_stored(2, lower_c, c_bytes);
+    _tile_stored(3, lower_c + matrix::kColumns, c_bytes);
+  }
+}
+
+// A and C have rows up to the next multiple of 16, whatever is in them.
+inline void multiply_on_tiles(const Operands<Pairs>& o, int rows, int columns) {
+  for (int r = 0; o.decay && r < rows; ++r)
+    for (float *c = o.c + r * o.c_stride, *end = c + columns; c < end; c += kLanes) store(c, load(c) * o.decay[r]);
+  matrix::seen_by_tiles();
+  for (int column = 0; column < columns; column += 2 * matrix::kColumns)
+    for (int row = 0; row < rows; row += 2 * matrix::kRows) {
+      if (rows - row > matrix::kRows) multiply_tiles<true>(o, row, column);
+      else multiply_tiles<false>(o, row, column);
+    }
+}
+
+// The tile registers' shape for it, from a kernel's beginning to its end.
+struct TileShapes {
+  TileShapes() {
+    matrix::Shapes shapes;
+    for (int tile = 0; tile < 8; ++tile) shapes.set(tile, matrix::kRows, 4 * matrix::kColumns);
+    matrix::configure(shapes);
+  }
+  ~TileShapes() { _tile_release(); }
+};
+#else
+struct TileShapes {};
+#endif
+
+// `columns` is a multiple of kBlockColumns. A and C have rows up to the next multiple of 16.
 template <class Format>
 void multiply(const Operands<Format>& o, int rows, int columns) {
+#if defined(__AMX_BF16__)
+  if constexpr (Format::kUnitTokens == 2) {
+    if (fits_tiles(o)) return multiply_on_tiles(o, rows, columns);
+  }
+#endif
   for (int column = 0; column < columns; column += kBlockColumns)
     for (int row = 0; row < rows; row += kBlockRows) {
       const int some = rows - row < kBlockRows ? rows - row : kBlockRows;

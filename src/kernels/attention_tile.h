@@ -90,6 +90,7 @@ class TileKernel {
   }
 
   void run() {
+    [[maybe_unused]] const TileShapes shapes;
     if (job_.write_count) Panels::write(batch_, args_, tile_.row, tile_.kv_head, job_.write_first, job_.write_count);
     for (int r = 0; r < rows_; ++r) load_query<Element, T>(batch_, args_, tile_, r, q_ + int64_t(r) * dim_k_);
     for (int r = 0; r < padded(rows_, 16); ++r) {

@@ -5,6 +5,7 @@
 #pragma once
 #include "fused.h"
 #include "fused_vector.h"
+#include "matrix_tiles.h"
 
 #if defined(__AMX_BF16__)
 #include <algorithm>
@@ -13,30 +14,16 @@ namespace {
 namespace matrix {
 using memserve::fused::Linear;
 
-constexpr std::ptrdiff_t kRows = 16, kInputs = 32, kColumns = 16;  // of a tile; a step has two by two tiles
-constexpr std::ptrdiff_t kAhead = 4;                               // steps of 2 KiB by which weights are prefetched
-constexpr std::ptrdiff_t kNearBytes = 1 << 20;                     // of weights that the second cache holds beside x
-
-// Rows, and bytes per row, of each of the eight tile registers; the processor defines the layout.
-struct alignas(64) Shapes {
-  std::uint8_t palette = 1, start_row = 0, reserved[14]{};
-  std::uint16_t row_bytes[16]{};
-  std::uint8_t rows[16]{};
-};
-
-// gcc's tile intrinsics do not declare that they read memory: earlier writes must be complete here.
-static inline void seen_by_tiles() { asm volatile("" ::: "memory"); }
+constexpr std::ptrdiff_t kInputs = 32;          // of a tile; a step has two by two tiles
+constexpr std::ptrdiff_t kAhead = 4;            // steps of 2 KiB by which weights are prefetched
+constexpr std::ptrdiff_t kNearBytes = 1 << 20;  // of weights that the second cache holds beside x
 
 // Registers 0 to 3: sums, 4 and 5: rows of x (`upper` and `lower` of them), 6 and 7: columns of w.
 static inline void configure(std::ptrdiff_t upper, std::ptrdiff_t lower) {
   Shapes shapes;
   const std::ptrdiff_t heights[8] = {upper, upper, lower, lower, upper, lower, kRows, kRows};
-  for (int i = 0; i < 8; ++i) {
-    shapes.rows[i] = static_cast<std::uint8_t>(heights[i]);
-    shapes.row_bytes[i] = heights[i] ? 64 : 0;
-  }
-  seen_by_tiles();
-  _tile_loadconfig(&shapes);
+  for (int i = 0; i < 8; ++i) shapes.set(i, heights[i], 64);
+  configure(shapes);
 }
 
 // One step: 32 inputs of up to 32 rows times 32 columns. x and w: where this step's operands begin, strides in bytes.

@@ -68,8 +68,9 @@ else()
   target_compile_definitions(_kernels PRIVATE MEMSERVE_X86_ISAS)
   check_cxx_compiler_flag(-mamx-bf16 MEMSERVE_HAS_AMX)
   if(MEMSERVE_HAS_AMX)
-    # Matrix units compute linears; everything else is avx512_bf16's.
-    memserve_add_isa(amx src/kernels/fused_kernels.cpp ${MEMSERVE_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16)
+    # Matrix units compute linears, and attention of many queries; everything else is avx512_bf16's.
+    memserve_add_isa(amx "src/kernels/attention_kernels.cpp;src/kernels/fused_kernels.cpp" ${MEMSERVE_AVX512}
+                     -mavx512bf16 -mamx-tile -mamx-bf16)
     target_compile_definitions(_kernels PRIVATE MEMSERVE_AMX)
   endif()
 endif()
