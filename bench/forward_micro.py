@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from harness.flags import Commas, options, save
 from harness.rounds import Samples, seconds
+from harness.served import bundled_model
 from harness.tables import show
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def measure(args: Namespace, models: dict[str, LoadedModel]) -> tuple[Samples, f
     rates = [machine(first.dtype)]
     for number in range(args.rounds + 1):
         for case, inputs in cases.items():
-            if "prefill" in case and number > args.rounds // 3:
+            if "prefill" in case and number > max(1, args.rounds // 3):
                 continue
             for name, forward in forwards.items():
                 spent_s = seconds(partial(inputs.run, forward))
@@ -102,7 +103,8 @@ def main() -> None:
     args = options(
         __doc__, rest="model", dtype="bfloat16", rounds=9, forwards=Commas("eager", "packed", "captured")
     )  # fmt: skip
-    models = {name: load_model(args.model[0], args.dtype) for name in args.forwards}
+    folder = args.model[0] if args.model else bundled_model(args.dtype)
+    models = {name: load_model(folder, args.dtype) for name in args.forwards}
     first, last = models[args.forwards[0]], args.forwards[-1]
     embedding = first.module.get_output_embeddings().weight.numel()
     layers = sum(p.numel() for p in first.module.parameters() if p.dim() == 2) - embedding
