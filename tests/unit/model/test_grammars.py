@@ -18,7 +18,7 @@ from api_world import EOS, TinyModel, encode
 from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import LateDraw, OpenSequence
 from memserve.model.grammar import processes as grammar_processes
-from memserve.model.grammar.masks import IDLE_MAX, Grammars
+from memserve.model.grammar.masks import Grammars
 from memserve.model.grammar.matcher import STOPPED, GrammarProcess
 from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
@@ -153,32 +153,6 @@ def test_a_build_is_stopped_when_it_is_forgotten(grammars: Grammars) -> None:
     grammars.forget_grammar(2)
     assert reports.get(timeout=WAIT_S) == STOPPED and process.fileno() == -1
     assert build(grammars, 3, 'start: "c"') == ""
-
-
-def test_a_grammar_asked_for_again_is_not_built_again(grammars: Grammars) -> None:
-    """By the same process, in the cell of another request; a killed one is built anew, and the idlest go."""
-    assert build(grammars, 1, 'start: "hello"') == ""
-    grammars.open_slot(0, 1, [])
-    assert mask(grammars, 0)[encode("hello")[0]]
-    grammars.take_token(0, encode("hello")[0])
-    first = grammars._built[1]
-    grammars.close_slot(0)
-    grammars.forget_grammar(1)
-    reports: list[str] = []
-    grammars.build_grammar(2, grammar('start: "hello"'), reports.append)
-    assert reports == [""] and grammars._built[2] is first
-    grammars.open_slot(0, 2, [])
-    assert mask(grammars, 0)[encode("hello")[0]]
-    grammars.forget_grammar(2)
-    for pid in _children(grammars):
-        os.kill(pid, signal.SIGKILL)
-    eventually(lambda: first.read_replies() or first.ended)
-    assert build(grammars, 3, 'start: "hello"') == "" and grammars._built[3] is not first
-    for job_id in range(4, 4 + IDLE_MAX + 2):
-        assert build(grammars, job_id, f'start: "{job_id}"') == ""
-        grammars.forget_grammar(job_id)
-    assert len(grammars._idle) == IDLE_MAX
-    eventually(lambda: len(_children(grammars)) <= IDLE_MAX + 1)
 
 
 def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:

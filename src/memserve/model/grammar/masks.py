@@ -5,8 +5,6 @@
                      -> the mask is there when that step's logits are; else the row's logits are kept, and a later step
                         draws from them
 
-A grammar that was asked for lately is not built again: applications ask for the same form with each request.
-
 A mask takes microseconds where a step takes milliseconds, so it is hardly ever late. But a grammar may be made to take
 any time and memory, so no thread of this process builds one or computes a mask
 (:mod:`memserve.model.grammar.processes`), and no step waits for masks longer than :data:`WAIT_S`.
@@ -20,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memserve.base.units import MIB
 from memserve.model.grammar.matcher import GrammarProcess, Mask
 from memserve.model.grammar.processes import GrammarProcesses, compressed
 
@@ -29,9 +26,6 @@ WAIT_S = 0.005
 
 LATE_OF = 16
 """A grammar is slow if more than one mask of so many was late."""
-
-IDLE_MAX, IDLE_BYTES = 16, 16 * MIB
-"""Grammars that no request has, and that the next one with the same text finds built; and what each may have taken."""
 
 OnBuilt = Callable[[str], None]
 """Called from another thread, with the reason why a grammar cannot be built, or "": it is there."""
@@ -48,8 +42,6 @@ class Grammars:
         self._vocabulary: bytes | None = None
         self._processes: GrammarProcesses | None = None
         self._built: dict[int, GrammarProcess] = {}
-        self._texts: dict[int, str] = {}  # of those
-        self._idle: dict[str, GrammarProcess] = {}  # by text, the one that has waited longest first
         self._slots: dict[int, GrammarProcess | None] = {}
         self._unflushed: dict[int, GrammarProcess] = {}  # those with something to be sent, by number
         self._left_s = WAIT_S
@@ -65,33 +57,16 @@ class Grammars:
             return self._vocabulary
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
-        """Slots may be opened with ``job_id`` once ``on_built`` has been called: at once where it is there."""
-        self._texts[job_id] = grammar
-        if (idle := self._idle.pop(grammar, None)) is not None:
-            idle.read_replies()  # that it has ended, perhaps
-            if not idle.ended:
-                self._built[job_id] = idle
-                on_built("")
-                return
+        """Slots may be opened with ``job_id`` once ``on_built`` has been called."""
         if self._processes is None:
             words = self.keep_vocabulary, self._vocab_size, self._eos
             self._processes = GrammarProcesses(*words, cells=self._count)
         self._built[job_id] = self._processes.start(grammar, on_built)
 
     def forget_grammar(self, job_id: int) -> None:
-        """No request has it any more: what is being built is ended, and what is built waits for the next request with
-        the same text, unless it is large or slow."""
-        process, text = self._built.pop(job_id, None), self._texts.pop(job_id, "")
-        if process is None:
-            return
-        dropped = [process]
-        if process.is_built and not process.yields and process.taken_bytes <= IDLE_BYTES:
-            dropped = [self._idle.pop(text)] if text in self._idle else []  # another tenant's
-            self._idle[text] = process
-            if len(self._idle) > IDLE_MAX:
-                dropped.append(self._idle.pop(next(iter(self._idle))))
-        for each in dropped:
-            each.end_process()
+        """No request has it any more: what is built is ended, and what is being built, too."""
+        if process := self._built.pop(job_id, None):
+            process.end_process()
 
     def end_processes(self) -> None:
         if self._processes is not None:

@@ -76,8 +76,6 @@ class GrammarProcess:
         self._received = b""
         #: why it has ended. Empty: it has not
         self.ended = ""
-        #: whether cells may be opened
-        self.is_built = False
         #: address space that it has taken, as it has said
         self.taken_bytes = 0
         #: whether it has the lowest priority, because it took long
@@ -295,7 +293,6 @@ class GrammarProcess:
         if not serial:
             on_built, self._on_built = self._on_built, None
             why = self._read_fault(0) if kind == wire.FAULT else ""
-            self.is_built = not why
             return [] if on_built is None else [lambda: on_built(why)]
         self._replies[cell] = kind, serial
         if serial == self._wanted_serials.get(cell) and cell in self._waiting:
