@@ -376,8 +376,8 @@ def main() -> None:
         short=(False, "one round of a few loads"), fresh=(False, "forget what an earlier run has written"),
         rounds=3, only=Commas(*MODELS), loads=([], "only these, such as plain/chat/aiperf"),
         minutes=(40.0, "until no further load begins"), dtype="bfloat16", context=(4096, "of vLLM"),
-        eager=(False, "vLLM does not compile"), tool_cpus=(1, "the last cores, which tools have for themselves"),
-        serve=[], seed=1, folder=Path,
+        eager=(False, "vLLM does not compile"), serve=[], seed=1, folder=Path,
+        tool_cpus=(min(1, len(os.sched_getaffinity(0)) - 1), "the last cores, which tools have for themselves"),
         note=("", "what a reader must know of this run"),
     )  # fmt: skip
     end_in_order()
