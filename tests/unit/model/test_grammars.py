@@ -8,6 +8,7 @@ import queue
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -155,8 +156,10 @@ def test_a_build_is_stopped_when_it_is_forgotten(grammars: Grammars) -> None:
     assert build(grammars, 3, 'start: "c"') == ""
 
 
-def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:
-    """The process is stopped in the place of a mask that takes long."""
+@contextmanager
+def late_mask(grammars: Grammars) -> Iterator[list[int]]:
+    """Slot 0 has drawn the h of hello, and the processes of grammars, which these are, stand still; behind it they run,
+    and the mask comes."""
     assert build(grammars, 1, 'start: "hello"') == ""
     grammars.open_slot(0, 1, [])
     assert mask(grammars, 0).any()
@@ -170,34 +173,27 @@ def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:
         assert grammars.next_mask(0) is None
         grammars.await_mask(0, there.set)
         assert not there.is_set()
+        yield pids
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
     assert there.wait(WAIT_S)
+
+
+def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:
+    """The process is stopped in the place of a mask that takes long."""
+    with late_mask(grammars):
+        pass
     assert grammars.next_mask(0)[encode("e")[0]]
 
 
 def test_mask_late_for_want_of_a_core_costs_no_priority(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is stopped in the place of one that gets no core. By the second look the first is over."""
+    """The process is stopped in the place of one that gets no core. By the third look the first is over."""
     looks: list[int] = []
     look_at = GrammarProcess.look_at
     monkeypatch.setattr(GrammarProcess, "look_at", lambda process: (looks.append(process.number), look_at(process)))
-    assert build(grammars, 1, 'start: "hello"') == ""
-    grammars.open_slot(0, 1, [])
-    assert mask(grammars, 0).any()
-    pids = _children(grammars)
-    for pid in pids:
-        stop_process(pid)
-    there = threading.Event()
-    try:
-        grammars.take_token(0, encode("h")[0])
-        grammars.flush_tokens()
-        grammars.await_mask(0, there.set)
+    with late_mask(grammars) as pids:
         eventually(lambda: len(looks) >= 3)
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-    assert there.wait(WAIT_S)
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {0}
 
 

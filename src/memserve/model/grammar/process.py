@@ -79,7 +79,7 @@ class _Source:
     def __init__(self, control: socket.socket, tokenizer: Any, vocab_size: int) -> None:
         self._control, self._tokenizer, self._vocab_size = control, tokenizer, vocab_size
         self._processes: dict[int, int] = {}  # grammar -> process
-        self._looked_at: dict[int, int] = {}  # process whose mask is late -> its processor time when that was said
+        self._looked_at: dict[int, tuple[float, int]] = {}  # process -> until when, its processor time at first
         self._die_with = _death_with_parent()
 
     def serve_commands(self) -> None:
@@ -102,10 +102,11 @@ class _Source:
                     if command == KILL:
                         os.kill(process, signal.SIGKILL)
                     elif command == LOOK:
-                        self._looked_at.setdefault(process, _spent_ns(process))
+                        self._looked_at.setdefault(process, (time.monotonic() + LOOK_S, _spent_ns(process)))
                     else:
                         os.setpriority(os.PRIO_PROCESS, process, 19)
             self._reap_children()
+            self._lower_busy()
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -113,11 +114,14 @@ class _Source:
     def _lower_busy(self) -> None:
         """Of those that were late a moment ago, those that have computed since then: others were late for want of a
         core, and would be so more often."""
-        for process, before_ns in self._looked_at.items():
+        now_s = time.monotonic()
+        for process, (until_s, before_ns) in list(self._looked_at.items()):
+            if now_s < until_s:
+                continue
+            del self._looked_at[process]
             if _spent_ns(process) - before_ns > LOOK_S * 1e9 / 4:
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, process, 19)
-        self._looked_at.clear()
 
     def _fork_process(self, number: int, fds: list[int]) -> None:
         parent = os.getpid()
