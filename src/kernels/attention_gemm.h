@@ -86,8 +86,7 @@ constexpr BlockFunction<Format> block_function(int rows, std::integer_sequence<i
 }
 
 #if defined(__AMX_BF16__)
-// The same on matrix units: rows of pairs are rows of tiles already. Registers 0 to 3: sums, 4 and 5: rows of A, 6 and 7:
-// columns of B.
+// The same on matrix units: rows of pairs are rows of tiles already.
 constexpr int kTileUnits = 16;  // of the depth
 
 inline bool fits_tiles(const Operands<Pairs>& o) { return o.depth % kTileUnits == 0; }
@@ -116,18 +115,8 @@ void multiply_tiles(const Operands<Pairs>& o, int row, int column) {
   }
   for (int panel = 0; panel < o.panels; ++panel) {
     const auto* b = o.b[panel] + column;
-    for (int k = 0; k < o.depth; k += kTileUnits, a += kTileUnits, lower_a += kTileUnits, b += kTileUnits * o.b_stride) {
-      _tile_loadd(6, b, b_bytes);
-      _tile_loadd(7, b + matrix::kColumns, b_bytes);
-      _tile_loadd(4, a, a_bytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if constexpr (kTwo) {
-        _tile_loadd(5, lower_a, a_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
-    }
+    for (int k = 0; k < o.depth; k += kTileUnits, a += kTileUnits, lower_a += kTileUnits, b += kTileUnits * o.b_stride)
+      matrix::add_products<kTwo>(a, lower_a, a_bytes, b, b_bytes);
   }
   _tile_stored(0, c, c_bytes);
   _tile_stored(1, c + matrix::kColumns, c_bytes);

@@ -18,28 +18,12 @@ constexpr std::ptrdiff_t kInputs = 32;          // of a tile; a step has two by 
 constexpr std::ptrdiff_t kAhead = 4;            // steps of 2 KiB by which weights are prefetched
 constexpr std::ptrdiff_t kNearBytes = 1 << 20;  // of weights that the second cache holds beside x
 
-// Registers 0 to 3: sums, 4 and 5: rows of x (`upper` and `lower` of them), 6 and 7: columns of w.
+// For add_products, with `upper` and `lower` rows of x.
 static inline void configure(std::ptrdiff_t upper, std::ptrdiff_t lower) {
   Shapes shapes;
   const std::ptrdiff_t heights[8] = {upper, upper, lower, lower, upper, lower, kRows, kRows};
   for (int i = 0; i < 8; ++i) shapes.set(i, heights[i], 64);
   configure(shapes);
-}
-
-// One step: 32 inputs of up to 32 rows times 32 columns. x and w: where this step's operands begin, strides in bytes.
-template <bool kTwo>
-static inline void step(const void* x, const void* lower_x, std::ptrdiff_t stride_x, const Bf16* w,
-                        std::ptrdiff_t stride_w) {
-  _tile_loadd(6, w, stride_w);
-  _tile_loadd(7, w + 2 * kColumns, stride_w);
-  _tile_loadd(4, x, stride_x);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
-  if constexpr (kTwo) {
-    _tile_loadd(5, lower_x, stride_x);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
 }
 
 // Adds the bias to a tile of sums, and writes the columns that exist.
@@ -81,14 +65,14 @@ static void block(const Linear& op, std::ptrdiff_t row, std::ptrdiff_t upper, st
       _mm_prefetch(ahead + line * stride_w, _MM_HINT_T0);
       _mm_prefetch(ahead + line * stride_w + 64, _MM_HINT_T0);
     }
-    step<kTwo>(x + i, lower_x + i, op.stride_x * 2, w, stride_w);
+    add_products<kTwo>(x + i, lower_x + i, op.stride_x * 2, w, stride_w);
   }
   if (i < op.k) {  // inputs past the last one are zeros, as in the weights: memory behind x may hold NaN
     alignas(64) Bf16 rest[2 * kRows * kInputs] = {};
     for (std::ptrdiff_t r = 0; r < upper + lower; ++r)
       std::memcpy(rest + r * kInputs, x + r * op.stride_x + i, (op.k - i) * sizeof(Bf16));
     seen_by_tiles();
-    step<kTwo>(rest, rest + upper * kInputs, kInputs * 2, w, stride_w);
+    add_products<kTwo>(rest, rest + upper * kInputs, kInputs * 2, w, stride_w);
   }
   alignas(64) float sums[4][kRows * kColumns];
   _tile_stored(0, sums[0], kColumns * 4);

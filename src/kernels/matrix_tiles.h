@@ -31,6 +31,25 @@ static inline void configure(const Shapes& shapes) {
   _tile_loadconfig(&shapes);
 }
 
+#if defined(__AMX_BF16__)
+// Of a product of bfloat16: 32 inputs of 16 rows, or of 32 (kTwo), times 32 columns. x and w: where the operands begin,
+// pairs of inputs side by side; strides in bytes. Registers 0 to 3: sums, 4 and 5: rows of x, 6 and 7: columns of w.
+template <bool kTwo>
+static inline void add_products(const void* x, const void* lower_x, std::ptrdiff_t stride_x, const void* w,
+                                std::ptrdiff_t stride_w) {
+  _tile_loadd(6, w, stride_w);
+  _tile_loadd(7, static_cast<const char*>(w) + 4 * kColumns, stride_w);
+  _tile_loadd(4, x, stride_x);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if constexpr (kTwo) {
+    _tile_loadd(5, lower_x, stride_x);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+#endif
+
 }  // namespace matrix
 }  // namespace
 #endif
