@@ -83,10 +83,10 @@ def test_instances_keep_kv_in_lent_memory(tmp_path: Path, peer: PoolPeer, monkey
 
 def test_memory_is_not_lent_where_nobody_takes_it(peer: PoolPeer) -> None:
     """No router, no address, no room for two blocks of 4 KiB."""
-    nobody = f"127.0.0.1:{free_port()}"
+    unused = f"127.0.0.1:{free_port()}"
     with pytest.raises(UserError, match="has not answered within"):
-        peer.lend_memory(1 << 20, nobody, timeout_s=0.5)
+        peer.lend_memory(1 << 20, unused, timeout_s=0.5)
     with pytest.raises(UserError, match="HOST:PORT"):
         peer.lend_memory(1 << 20, "nowhere")
     with pytest.raises(UserError, match="less than two blocks"):
-        peer.lend_memory(4096, nobody)
+        peer.lend_memory(4096, unused)
