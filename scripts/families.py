@@ -1,4 +1,4 @@
-"""Every causal family that the installed transformers can build small: served exactly, or refused with the reason?
+"""Every family that answers with text and that the installed transformers can build small: served exactly, or refused?
 
     python scripts/families.py [NAME ...] [--json FILE] [--docs FILE] [--jobs 2] [--limit-s 120] [--workers N]
 
@@ -69,14 +69,49 @@ SMALL = {
 """Sizes by the names that configurations have for them. Others stay as they are."""
 KINDS = dict.fromkeys(("lfm2", "lfm2_moe"), ("conv", "full_attention"))
 """Kinds of layers of families whose configurations name none."""
+MROPE = [4, 2, 2]
+"""How the pairs of a head's rotated sizes are dealt to time, height and width: of text all three are the position."""
+
+
+IMAGES = {
+    **dict.fromkeys(("embed_dim", "out_hidden_size", "projection_dim", "output_hidden_size"), HIDDEN),
+    **dict.fromkeys(("depth", "vision_feature_layer"), 1), "image_size": 28, "patch_size": 14,
+    "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "window_size": 56,
+}  # fmt: skip
+"""Sizes of what looks at images, as ``SMALL``."""
 
 
 def shrunk(config_class: Any) -> Any:
-    """A configuration of ``config_class`` with small sizes. Raises what transformers raises."""
+    """A configuration of ``config_class`` with small sizes: of its text alone, where that is a causal model of its own;
+    else of all its parts. Raises what transformers raises."""
+    from transformers import AutoModelForCausalLM as Causal
+
     usual = config_class()
-    if usual.get_text_config() is not usual:
-        usual = usual.get_text_config()
-        config_class = type(usual)
+    text = usual.get_text_config()
+    if text is usual:
+        return small_text(usual)
+    if config_class in Causal._model_mapping:
+        return small_text(text)
+    text.rope_parameters = {**(getattr(text, "rope_parameters", None) or {}), "mrope_section": MROPE}
+    parts = {name: getattr(usual, name, None) for name in type(usual).sub_configs}
+    small = {
+        name: (small_text(part) if part is text else small_images(part)).to_dict()
+        for name, part in parts.items()
+        if part is not None
+    }
+    return config_class(
+        **small, **{name: 1 for name in ("image_token_id", "image_token_index") if hasattr(usual, name)}
+    )
+
+
+def small_images(usual: Any) -> Any:
+    """As ``usual``, a configuration of what looks at images, with small sizes."""
+    sizes = {**SMALL, **IMAGES, "num_hidden_layers": 1}
+    return type(usual)(**{name: value for name, value in sizes.items() if name in usual.to_dict()})
+
+
+def small_text(usual: Any) -> Any:
+    """As ``usual``, a configuration of what answers, with small sizes."""
     usual_fields = usual.to_dict()
     small = {name: value for name, value in SMALL.items() if name in usual_fields or hasattr(usual, name)}
     if usual_fields.get("sliding_window", 0) is None:
@@ -92,7 +127,9 @@ def shrunk(config_class: Any) -> Any:
         small["num_key_value_heads"] = 4
     if usual_fields.get("kv_lora_rank") and "qk_rope_head_dim" in small and "head_dim" in small:
         small["head_dim"] = small["qk_rope_head_dim"]  # of what is rotated
-    return config_class(**small)
+    if "mrope_section" in (rotary := usual_fields.get("rope_parameters") or {}):
+        small["rope_parameters"] = {**rotary, "mrope_section": MROPE}
+    return type(usual)(**small)
 
 
 def build(name: str, folder: Path) -> Any:
@@ -103,11 +140,14 @@ def build(name: str, folder: Path) -> Any:
     from tokenizers.models import WordLevel
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from memserve.model.loading.skeleton import auto_class
+
     torch.manual_seed(1)
     config = shrunk(CONFIG_MAPPING[name])
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
-    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    auto_model = auto_class(config)
+    module = auto_model.from_config(config, attn_implementation="eager").float().eval()
     size_bytes = sum(parameter.nbytes for parameter in module.parameters())
     if size_bytes > MODEL_BYTES:
         raise ValueError(f"its configuration made small still has weights of {size_bytes / 1e9:.1f} GB")
@@ -118,9 +158,7 @@ def build(name: str, folder: Path) -> Any:
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
     tokenizer.save_pretrained(folder)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    return auto_model.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
 
 
 def own_answers(module: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -220,8 +258,8 @@ def page(rows: list[dict[str, Any]], version: str) -> str:
     summary = ", ".join(f"{count} {word}" for count, word in counts if count)
     lines = [
         "# Families of models", "",
-        "Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every causal family of "
-        f"transformers {version}, built small from its own configuration: {summary}. *Served*: greedy answers in "
+        "Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every family of transformers "
+        f"{version} that answers with text, those of images and text too, built small from its own configuration: {summary}. *Served*: greedy answers in "
         "float32 are those of the model itself, token for token: within a block, beyond it and beyond every window, in "
         "chunks, and from the cache. A model is compared likewise at its first start (`memserve doctor`).",
         "",
@@ -252,11 +290,13 @@ def main() -> int:
         parser.error("--docs is about one worker")
     warnings.filterwarnings("ignore")
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
     import_module("memserve.model.loading.loader")  # once, for all children
     transformers.logging.set_verbosity_error()
-    names = options.names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    names = options.names or list(
+        dict.fromkeys((*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES))
+    )
     rows: list[dict[str, Any]] = []
     with ThreadPoolExecutor(options.jobs) as pool:
         for row in pool.map(lambda name: tried(name, options.limit_s, options.workers), names):

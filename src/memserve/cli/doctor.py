@@ -200,20 +200,21 @@ def unservable(path: Path) -> str | None:
 
     Raises :class:`UserError` for a config that transformers cannot read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from memserve.model.loading.skeleton import auto_class
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # its own code and checks may raise anything: the config is at fault
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"config.json cannot be read: {line[:200]}", hint="is the folder complete?") from None
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    kind = auto_class(config)._model_mapping.get(type(config), None)
     kinds = kind if isinstance(kind, (list, tuple)) else [kind]
     if kinds[0] is None:
         return f"{config.model_type} is not a causal language model"
-    if getattr(kinds[0], "_is_stateful", False):
-        return f"{config.model_type} keeps a recurrent state instead of keys and values"
-    if not getattr(kinds[0], "_supports_attention_backend", False):
+    has_states = getattr(kinds[0], "_is_stateful", False)  # and perhaps no attention: the probe at load decides
+    if not (has_states or getattr(kinds[0], "_supports_attention_backend", False)):
         return f"the attention of {config.model_type} does not go through transformers' attention interface"
     return None
 

@@ -206,8 +206,8 @@ def test_doctor_knows_whether_the_model_is_converted(monkeypatch: pytest.MonkeyP
 
 
 def test_doctor_looks_into_a_model_folder(tmp_path: Path) -> None:
-    """It said "ready to serve" for a state-space model, and for a folder without a tokenizer."""
-    from transformers import LlamaConfig, MambaConfig
+    """It said "ready to serve" for a folder without a tokenizer, and later that state-space models are not served."""
+    from transformers import BloomConfig, LlamaConfig, MambaConfig
 
     from memserve.cli.doctor import Status, check_model
 
@@ -216,8 +216,9 @@ def test_doctor_looks_into_a_model_folder(tmp_path: Path) -> None:
         return found.status, found.detail
 
     MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(tmp_path / "mamba")
-    assert verdict(tmp_path / "mamba")[0] is Status.FAIL
-    assert "recurrent state" in verdict(tmp_path / "mamba")[1]
+    assert verdict(tmp_path / "mamba")[0] is Status.FAIL and "safetensors" in verdict(tmp_path / "mamba")[1]
+    BloomConfig(hidden_size=8, n_head=2, n_layer=1, vocab_size=16).save_pretrained(tmp_path / "bloom")
+    assert verdict(tmp_path / "bloom")[0] is Status.FAIL and "attention of bloom" in verdict(tmp_path / "bloom")[1]
     llama = LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16)
     llama.save_pretrained(tmp_path / "llama")
     assert verdict(tmp_path / "llama")[0] is Status.FAIL and "tokenizer" in verdict(tmp_path / "llama")[1]

@@ -8,7 +8,7 @@ numbers. Not missing: one that is tied to another, and buffers that the model's 
 no tensor for which the model has no place: it would mean that ``config.json`` describes another model (fewer layers, no
 biases). Not surplus: what the model's class in transformers skips on purpose, masks and rotary frequencies that older
 versions saved, and parts that take no part in text: towers and projectors of images and sound, heads that predict
-several tokens (:func:`is_beside`).
+several tokens (:func:`is_beside`). A model of images and text is served for its text, without those.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def load_module(
     import transformers
     from transformers.utils import logging
 
-    from memserve.model.loading.skeleton import build_skeleton, described_weights, plain_config
+    from memserve.model.loading.skeleton import auto_class, build_skeleton, described_weights, plain_config
 
     transformers_logging: Any = logging  # transformers types little of this
-    auto_model: Any = transformers.AutoModelForCausalLM
+    auto_model: Any = transformers.AutoModelForCausalLM  # of a GGUF file
     transformers_logging.disable_progress_bar()
     failure = f"transformers cannot load {name} as a causal language model"
     source: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -83,6 +83,7 @@ def load_module(
             if gguf_file is None:
                 quantised = _check_files(folder, name, described_weights(folder), checkpoint)
                 source["config"] = plain_config(folder)
+                auto_model = auto_class(source["config"])
             with _read_and_dropped(dtype, quantised):
                 read = partial(
                     auto_model.from_pretrained, folder, dtype=dtype, attn_implementation="eager", use_safetensors=True,
@@ -96,6 +97,7 @@ def load_module(
     if not (folder / STORED).exists() and not all(is_finite(value) for value in _first_and_last(module)):
         raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=COMPLETE_HINT, param="model")
     module.requires_grad_(False)
+    _leave_out_images(module)
     if quantised is not None:
         from memserve.model.quantised import mark_quantised
 
@@ -240,6 +242,17 @@ def _first_and_last(module: Any) -> list[Any]:
     """Two tensors, enough to notice a file full of garbage; to check all of them would take seconds."""
     values = [value for value in module.parameters() if value.is_floating_point()]
     return [values[0], values[-1]] if values else []
+
+
+def _leave_out_images(module: Any) -> None:
+    """Take the towers of images and sound out of ``module``, whose text is served: their weights would be packed and
+    stay resident, and nothing calls them."""
+    import torch
+
+    for parent in (module, *module.children()):
+        for name, part in list(parent.named_children()):
+            if is_beside(f"{name}.") and any(True for _ in part.parameters()):
+                setattr(parent, name, torch.nn.Module())  # which cannot be called
 
 
 def _check_tensors(info: Any, name: str) -> None:

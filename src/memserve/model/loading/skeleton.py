@@ -47,14 +47,21 @@ def plain_config(folder: Path) -> Any:
     return config
 
 
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes the model of ``config``: causal language models, and those of images and text,
+    whose text is served."""
+    causal: Any = transformers.AutoModelForCausalLM
+    images: Any = transformers.AutoModelForImageTextToText
+    return images if type(config) in images._model_mapping and type(config) not in causal._model_mapping else causal
+
+
 def empty_module(folder: Path) -> Any:
     """The module that the folder's config describes; nothing of it is allocated, and no weight is tied."""
-    auto_model: Any = transformers.AutoModelForCausalLM
     config = plain_config(folder)
 
     def build() -> Any:
         with torch.device("meta"), no_init_weights():
-            return auto_model.from_config(config)
+            return auto_class(config).from_config(config)
 
     return build_skeleton(build)
 
