@@ -14,7 +14,7 @@ from memserve.base.errors import UserError
 from memserve.cli.output import progress_bar
 
 if TYPE_CHECKING:
-    from memserve_lab.sim.fuzz.scenario import Setting
+    from memserve_lab.sim.fuzz.scenario import Forced, Setting
 
 FAILURES_MAX = 10
 """Failures after which a campaign stops."""
@@ -26,6 +26,9 @@ def fuzz(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     weather: Annotated[str, typer.Option(help="Scenarios to run: healthy, faulty or swarm. Default: all.")] = "",
     layerwise: Annotated[str, typer.Option(help="KV by layer: auto or off in all scenarios. Default: in some.")] = "",
+    groups: Annotated[
+        str, typer.Option(help="Models that keep states, or windows apart, in all scenarios. Default: in some.")
+    ] = "",
     routers: Annotated[
         int | None,
         typer.Option(min=1, max=3, help="Routers at once, where scenarios allow several. Default: several in some."),
@@ -40,37 +43,32 @@ def fuzz(
 ) -> None:
     """Run random clusters under virtual time, with faults: no invariant may break, and every request must end."""
     from memserve_lab.sim.fuzz.campaign import parse_setting, setting_of
-    from memserve_lab.sim.fuzz.scenario import WEATHERS
-    from memserve_lab.sim.fuzz.scenario_features import LAYERWISE
+    from memserve_lab.sim.fuzz.scenario import WEATHERS, Forced
+    from memserve_lab.sim.fuzz.scenario_features import GROUPS, LAYERWISE
 
-    if weather and weather not in WEATHERS:
-        raise UserError(f"unknown weather {weather!r}", hint=f"use one of {', '.join(WEATHERS)}")
-    if layerwise and layerwise not in LAYERWISE:
-        raise UserError(f"unknown layerwise mode {layerwise!r}", hint=f"use one of {', '.join(LAYERWISE)}")
+    choices = ("weather", weather, WEATHERS), ("layerwise mode", layerwise, LAYERWISE), ("groups", groups, GROUPS)
+    for name, value, allowed in choices:
+        if value and value not in allowed:
+            raise UserError(f"unknown {name} {value!r}", hint=f"use one of {', '.join(allowed)}")
+    if groups and layerwise == "auto":
+        raise UserError("models with states or windows apart have no KV by layer", hint="leave out --layerwise")
+    forced = Forced(layerwise or None, routers, groups or None)
     if seed is not None:
         fuzz_setting = parse_setting(setting) if setting else setting_of(seed, weather or None)
-        failed = _replay(seed, fuzz_setting, plant or None, layerwise or None, routers, story, log)
+        failed = _replay(seed, fuzz_setting, plant or None, forced, story, log)
     elif setting or story or log is not None:
         raise UserError("--setting, --story and --log belong to --seed", hint="memserve sim fuzz --seed 17 --story")
     else:
-        failed = _campaign(range(first, first + seeds), weather, plant, layerwise, routers, jobs)
+        failed = _campaign(range(first, first + seeds), weather, plant, forced, jobs)
     if failed:
         raise typer.Exit(1)
 
 
-def _replay(
-    seed: int,
-    setting: Setting,
-    plant: str | None,
-    layerwise: str | None,
-    routers: int | None,
-    story: bool,
-    log: Path | None,
-) -> bool:
+def _replay(seed: int, setting: Setting, plant: str | None, forced: Forced, story: bool, log: Path | None) -> bool:
     """Run one scenario again. Returns whether it fails."""
     from memserve_lab.sim.fuzz.campaign import judge
 
-    judged = partial(judge, seed, setting, plant=plant, layerwise=layerwise, keep_story=story, routers=routers)
+    judged = partial(judge, seed, setting, plant=plant, forced=forced, keep_story=story)
     if log is None:
         verdict = judged()
     else:
@@ -85,22 +83,20 @@ def _replay(
     return False
 
 
-def _campaign(seeds: range, weather: str, plant: str, layerwise: str, routers: int | None, jobs: int) -> bool:
+def _campaign(seeds: range, weather: str, plant: str, forced: Forced, jobs: int) -> bool:
     """Run many scenarios. Returns whether any fails."""
     from memserve_lab.sim.fuzz.campaign import run_campaign
 
     started, seeds_done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
     happened: Counter[str] = Counter()
-    options = {"weather": weather or None, "plant": plant or None, "layerwise": layerwise or None}
+    options = {"weather": weather or None, "plant": plant or None}
     with progress_bar("seeds", len(seeds), lambda: seeds_done):
-        for verdict in run_campaign(seeds, **options, routers=routers, jobs=jobs):
+        for verdict in run_campaign(seeds, **options, forced=forced, jobs=jobs):
             seeds_done, requests, steps = seeds_done + 1, requests + verdict.requests, steps + verdict.steps
             happened += verdict.happened
             if verdict.failure:
                 failures += 1
-                more = f" --layerwise {layerwise}" if layerwise else ""
-                more += f" --routers {routers}" if routers else ""
-                more += f" --plant {plant}" if plant else ""
+                more = forced.flags() + (f" --plant {plant}" if plant else "")
                 typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
                 typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{more} --story")
             if failures >= FAILURES_MAX:

@@ -18,7 +18,7 @@ from memserve.base.units import NS_PER_S
 from memserve.router.machine import Cluster
 from memserve.router.report import AdmissionStats
 from memserve_lab.sim.fuzz.campaign import setting_of
-from memserve_lab.sim.fuzz.scenario import draw
+from memserve_lab.sim.fuzz.scenario import Forced, draw
 from memserve_lab.sim.fuzz.world import World
 
 SEEDS = 20
@@ -46,7 +46,7 @@ class GatedWorld(World):
 
 def lived(seed: int) -> AdmissionStats:
     """One life, to its end; what its last router's gate has counted."""
-    world = GatedWorld(draw(seed, setting_of(seed), routers=1))  # several have no gate
+    world = GatedWorld(draw(seed, setting_of(seed), Forced(routers=1)))  # several have no gate
     try:
         world.run_scenario()
     except Exception as error:

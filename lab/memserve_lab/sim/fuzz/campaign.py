@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from memserve.base.errors import UserError, check
 from memserve.base.types import Caching, TransferMode
 from memserve_lab.sim.fuzz.plants import planted
-from memserve_lab.sim.fuzz.scenario import ALL_MIXES, WEATHERS, Setting, draw
+from memserve_lab.sim.fuzz.scenario import ALL_MIXES, FREE, WEATHERS, Forced, Setting, draw
 from memserve_lab.sim.fuzz.world import World
 from memserve_lab.sim.reference.oracle import require
 
@@ -70,12 +70,9 @@ def parse_setting(text: str) -> Setting:
     )
 
 
-def play(
-    seed: int, setting: Setting, story_lines: int = 400, *, layerwise: str | None = None, routers: int | None = None
-) -> World:
-    """Run one scenario to its end. Raises what is wrong, with the story as a note. ``layerwise`` and ``routers`` as in
-    :func:`draw`."""
-    world = World(draw(seed, setting, layerwise, routers), story_lines)
+def play(seed: int, setting: Setting, story_lines: int = 400, *, forced: Forced = FREE) -> World:
+    """Run one scenario to its end. Raises what is wrong, with the story as a note."""
+    world = World(draw(seed, setting, forced), story_lines)
     try:
         world.run_scenario()
     except Exception as error:
@@ -90,17 +87,15 @@ def judge(
     story_lines: int = 4000,
     *,
     plant: str | None = None,
-    layerwise: str | None = None,
-    routers: int | None = None,
+    forced: Forced = FREE,
     keep_story: bool = False,
     log: Callable[[str], object] | None = None,
 ) -> Verdict:
-    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``layerwise`` and
-    ``routers`` as in :func:`draw`, ``log`` as in :class:`World`."""
+    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``log`` as in :class:`World`."""
     started = time.perf_counter()
     failure = place = ""
     with planted(plant):
-        world = World(draw(seed, setting, layerwise, routers), story_lines, log)
+        world = World(draw(seed, setting, forced), story_lines, log)
         try:
             world.run_scenario()
         except Exception as error:
@@ -128,12 +123,11 @@ def run_campaign(
     *,
     weather: str | None = None,
     plant: str | None = None,
-    layerwise: str | None = None,
-    routers: int | None = None,
+    forced: Forced = FREE,
     jobs: int = 1,
 ) -> Iterator[Verdict]:
-    """One verdict per seed, in order, from ``jobs`` processes. ``layerwise`` and ``routers`` as in :func:`draw`."""
-    judge_one = partial(_judge_one, weather, plant, layerwise, routers)
+    """One verdict per seed, in order, from ``jobs`` processes."""
+    judge_one = partial(_judge_one, weather, plant, forced)
     if jobs == 1:
         yield from map(judge_one, seeds)
         return
@@ -141,7 +135,5 @@ def run_campaign(
         yield from pool.imap(judge_one, seeds, chunksize=4)
 
 
-def _judge_one(
-    weather: str | None, plant: str | None, layerwise: str | None, routers: int | None, seed: int
-) -> Verdict:
-    return judge(seed, setting_of(seed, weather), plant=plant, layerwise=layerwise, routers=routers)
+def _judge_one(weather: str | None, plant: str | None, forced: Forced, seed: int) -> Verdict:
+    return judge(seed, setting_of(seed, weather), plant=plant, forced=forced)

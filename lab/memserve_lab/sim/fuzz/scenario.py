@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from random import Random
 
 from memserve.base.config import AdmissionConfig
@@ -18,9 +18,11 @@ from memserve_lab.sim.fuzz.scenario_features import (
     LAYERED_SHARE,
     SHARED_FAULTS,
     SHARED_SHARE,
+    STATES_SHARE,
     STRIPED_FAULTS,
     STRIPED_SHARE,
     STRIPED_STREAM,
+    WINDOWS_SHARE,
     LayeredSetup,
     SharedSetup,
     StoreSetup,
@@ -207,9 +209,28 @@ class Scenario:
         )
 
 
-def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int | None = None) -> Scenario:
-    """The scenario of ``seed``. ``layerwise``: ``auto`` with KV by layer, ``off`` without; None: the seed decides.
-    ``routers``: so many place requests, where the scenario allows several; None: the seed decides."""
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What scenarios have whatever their seed. None: the seed decides."""
+
+    layerwise: str | None = None
+    """One of :data:`LAYERWISE`: ``auto`` with KV by layer, ``off`` without."""
+    routers: int | None = None
+    """So many place requests, where the scenario allows several."""
+    groups: str | None = None
+    """One of :data:`GROUPS`, beside KV of all tokens. What goes with none of them (KV by layer, shared sequences) is
+    left out."""
+
+    def flags(self) -> str:
+        """Those of ``memserve sim fuzz`` that say so."""
+        return "".join(f" --{name} {value}" for name, value in asdict(self).items() if value is not None)
+
+
+FREE = Forced()
+
+
+def draw(seed: int, setting: Setting, forced: Forced = FREE) -> Scenario:
+    """The scenario of ``seed``."""
     random = Random(f"{seed}/{setting}")
     roles = ALL_MIXES[setting.mix]
     context = random.choice([48, 64, 96])
@@ -252,14 +273,15 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     _put_routers(scenario)
     _put_store(scenario, len(roles))
     _put_objective(scenario)
-    if layerwise != "off":
-        _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
-    _put_shared(scenario, len(roles))
-    _put_kinds(scenario)
+    if forced.layerwise != "off" and not forced.groups:
+        _put_layers(scenario, len(roles), 1.0 if forced.layerwise == "auto" else LAYERED_SHARE)
+    if not forced.groups:
+        _put_shared(scenario, len(roles))
+    _put_groups(scenario, forced.groups)
     _put_transfer(scenario, roles)
     _put_engines(scenario)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
-    followers = put_followers(scenario, routers)
+    followers = put_followers(scenario, forced.routers)
     scenario.faults += [
         Fault(kind, begin_ms * MS, span * MS, 0, -1, number) for kind, begin_ms, span, number in followers
     ]
@@ -306,25 +328,28 @@ def _put_engines(scenario: Scenario) -> None:
         scenario.faults += [_draw_fault(random, kind, len(scenario.roles)) for kind in kinds]
 
 
-def _put_kinds(scenario: Scenario) -> None:
-    """Some scenarios have models that keep more than KV of all tokens."""
-    _put_states(scenario)
-    _put_windows(scenario)
+def _put_groups(scenario: Scenario, forced: str | None) -> None:
+    """Some scenarios have models that keep more than KV of all tokens; ``forced``: all, one of :data:`GROUPS`."""
+    shares = {"states": STATES_SHARE, "windows": WINDOWS_SHARE}
+    if forced:
+        shares = {name: float(name == forced) for name in shares}
+    _put_states(scenario, shares["states"])
+    _put_windows(scenario, shares["windows"])
 
 
-def _put_states(scenario: Scenario) -> None:
+def _put_states(scenario: Scenario, share: float) -> None:
     """Some scenarios have recurrent states. Drawn from a stream of its own."""
     if scenario.layered is None and scenario.shared is None and scenario.striped is None:
-        scenario.states = draw_states(scenario.seed, scenario.setting)
+        scenario.states = draw_states(scenario.seed, scenario.setting, share)
 
 
-def _put_windows(scenario: Scenario) -> None:
+def _put_windows(scenario: Scenario, share: float) -> None:
     """In some scenarios KV of windows lies apart, on one tier. Drawn from a stream of its own. Memory grows with it: a
     prompt that fitted fits."""
     if any(part is not None for part in (scenario.layered, scenario.shared, scenario.states, scenario.striped)):
         return
     step_tokens = min(scenario.chunk, scenario.step_tokens)
-    scenario.windows = windows = draw_windows(scenario.seed, scenario.setting, BLOCK_TOKENS, step_tokens)
+    scenario.windows = windows = draw_windows(scenario.seed, scenario.setting, BLOCK_TOKENS, step_tokens, share)
     if windows is not None:
         scenario.dram_blocks = tuple(0 for _ in scenario.dram_blocks)
         scenario.hbm_blocks = tuple(windows.blocks_for(blocks) for blocks in scenario.hbm_blocks)

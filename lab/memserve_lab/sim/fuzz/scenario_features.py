@@ -139,6 +139,7 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
 
 
 LAYERWISE = ("auto", "off")
+GROUPS = ("states", "windows")
 LAYERED_SHARE = 0.1
 """Of all scenarios, those with KV by layer."""
 LAYERED_FAULTS = ("row", "device", "device", "kill", "slow-device", "slow-tier")
@@ -229,10 +230,10 @@ _STATES = (StatePages(10, 1, draft_states=9), StatePages(74, 2, draft_states=4),
 """Of blocks of 64 bytes in two layers: a page, a block and a page, three blocks."""
 
 
-def draw_states(seed: int, setting: object) -> StatePages | None:
-    """How the snapshots of a scenario's instances lie. None: layers keep KV alone."""
+def draw_states(seed: int, setting: object, share: float = STATES_SHARE) -> StatePages | None:
+    """How the snapshots of a scenario's instances lie, in a ``share`` of all. None: layers keep KV alone."""
     random = Random(f"{seed}/{setting}/{STATES_STREAM}")
-    return random.choice(_STATES) if random.random() < STATES_SHARE else None
+    return random.choice(_STATES) if random.random() < share else None
 
 
 WINDOWS_SHARE = 0.08
@@ -241,10 +242,12 @@ WINDOWS_STREAM = "windows 160"
 """As ``STREAM``."""
 
 
-def draw_windows(seed: int, setting: object, block_tokens: int, step_tokens: int) -> WindowPages | None:
-    """How KV of windows lies in a scenario's instances. None: with that of all other layers."""
+def draw_windows(
+    seed: int, setting: object, block_tokens: int, step_tokens: int, share: float = WINDOWS_SHARE
+) -> WindowPages | None:
+    """How KV of windows lies in a scenario's instances, in a ``share`` of all. None: with that of all other layers."""
     random = Random(f"{seed}/{setting}/{WINDOWS_STREAM}")
-    if random.random() >= WINDOWS_SHARE:
+    if random.random() >= share:
         return None
     window, part_blocks = random.randint(1, 6 * block_tokens), random.randint(1, 3)
     chunk = random.choice((0, 0, random.randint(1, 6 * block_tokens)))

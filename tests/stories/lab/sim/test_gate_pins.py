@@ -19,7 +19,7 @@ from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.machine import Instance
 from memserve.router.admission.ledger import Reservations
 from memserve_lab.sim.fuzz.clients import VOCAB
-from memserve_lab.sim.fuzz.scenario import MS, Scenario, Setting, draw
+from memserve_lab.sim.fuzz.scenario import MS, Forced, Scenario, Setting, draw
 from memserve_lab.sim.fuzz.world import World
 
 SEEDS = 14
@@ -31,7 +31,7 @@ def plain(seed: int, *, tight: bool = False) -> Scenario:
     random = Random(f"pins {seed}")
     caching = random.choice([Caching.PD_CACHING_1, Caching.PD_CACHING_2])
     mix = random.choice(["1C", "2C", "1P1D", "2P2D", "1P1C"])
-    scenario = draw(seed, Setting(caching, mix=mix, faulty=False), routers=1)  # several have no gate
+    scenario = draw(seed, Setting(caching, mix=mix, faulty=False), Forced(routers=1))  # several have no gate
     scenario.delay_ns = (0, 0)
     for number, conversation in enumerate(scenario.conversations):
         conversation.session = f"s{number}"

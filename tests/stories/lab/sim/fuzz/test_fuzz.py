@@ -25,7 +25,7 @@ from memserve_lab.sim.fuzz.faults import KINDS
 from memserve_lab.sim.fuzz.network import FaultyNetwork
 from memserve_lab.sim.fuzz.plants import PLANTS, planted
 from memserve_lab.sim.fuzz.routers import Promises
-from memserve_lab.sim.fuzz.scenario import ENGINE_FAULTS, MS, ROW, SWARM, Fault, Setting, draw
+from memserve_lab.sim.fuzz.scenario import ENGINE_FAULTS, MS, ROW, SWARM, Fault, Forced, Setting, draw
 from memserve_lab.sim.fuzz.scenario_features import STORE_FAULTS
 from memserve_lab.sim.fuzz.world import World
 from memserve_lab.sim.process import Node
@@ -139,7 +139,7 @@ def test_a_planted_fault_is_caught(plant: str) -> None:
 
 def test_long_wait_in_a_healthy_cluster_is_no_failure() -> None:
     """A follower gives up a request of low priority that has waited behind others for four seconds."""
-    verdict = judge(190_001_565, parse_setting("off/by-layer/1P1C/healthy"), routers=3, keep_story=True)
+    verdict = judge(190_001_565, parse_setting("off/by-layer/1P1C/healthy"), forced=Forced(routers=3), keep_story=True)
     assert not verdict.failure
     assert any("<- router-3: Cancel(request_id='c1.0#router-2.1-7')" in line for line in verdict.story)
 
@@ -160,12 +160,16 @@ def test_planted_faults_are_removed_again() -> None:
 
 def test_a_repeated_dispatch_does_not_end_its_attempt() -> None:
     """And a client hears in time that its request is rejected, though the router's disk is slow."""
-    assert not judge(731206732, parse_setting("pd-caching-1/by-request/1P1D/swarm"), layerwise="off").failure
+    assert not judge(
+        731206732, parse_setting("pd-caching-1/by-request/1P1D/swarm"), forced=Forced(layerwise="off")
+    ).failure
 
 
 def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
     """A pull that begins between its death and the next process finds other bytes than it had promised."""
-    assert not judge(1730411635, parse_setting("pd-caching-2/by-request/2D/swarm"), layerwise="off").failure
+    assert not judge(
+        1730411635, parse_setting("pd-caching-2/by-request/2D/swarm"), forced=Forced(layerwise="off")
+    ).failure
 
 
 @pytest.mark.parametrize(
@@ -182,13 +186,13 @@ def test_a_dead_store_has_not_written_the_damage_in_its_memory() -> None:
     ],
 )
 def test_former_false_alarms_of_the_checkers(seed: int, setting: str) -> None:
-    assert not judge(seed, parse_setting(setting), layerwise="off").failure
+    assert not judge(seed, parse_setting(setting), forced=Forced(layerwise="off")).failure
 
 
 def test_memory_recovered_from_clock_ahead_router_is_released() -> None:
     """What requests of the last router used counted as used until that router's time was over."""
     setting = parse_setting("pd-caching-2/by-request/2P1D/swarm")
-    assert not judge(1730453230, setting, layerwise="off").failure
+    assert not judge(1730453230, setting, forced=Forced(layerwise="off")).failure
 
 
 def test_the_seeds_go_through_all_settings() -> None:

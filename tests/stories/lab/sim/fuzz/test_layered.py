@@ -10,16 +10,17 @@ import pytest
 from geometries import SHAPES
 from memserve.cli.main import run
 from memserve_lab.sim.fuzz.campaign import judge, parse_setting, play, run_campaign, setting_of
-from memserve_lab.sim.fuzz.scenario import draw
+from memserve_lab.sim.fuzz.scenario import Forced, draw
 from memserve_lab.sim.fuzz.world import World
 
+BY_LAYER, WHOLE = Forced(layerwise="auto"), Forced(layerwise="off")
 SHARED = ("handed_over", "fetched", "pulled")
 
 
 def test_scenarios_by_layer_reach_what_they_are_for() -> None:
     """Some begin by layer, some go over to it, and the same clusters hand over and fetch pages of all layers."""
     seen: Counter[str] = Counter()
-    for verdict in run_campaign(range(24), weather="healthy", layerwise="auto"):
+    for verdict in run_campaign(range(24), weather="healthy", forced=BY_LAYER):
         assert not verdict.failure, f"{verdict.seed}: {verdict.failure}"
         seen += verdict.happened
     assert seen["by layer: admitted"] > 3 and seen["by layer: converted"] and seen["by layer: parked"], seen
@@ -31,14 +32,14 @@ def test_scenarios_by_layer_reach_what_they_are_for() -> None:
 def test_a_share_of_the_seeds_has_kv_by_layer() -> None:
     drawn = [draw(seed, setting_of(seed)).layered for seed in range(300)]
     assert 15 < sum(setup is not None for setup in drawn) < 60
-    assert all(draw(seed, setting_of(seed), "auto").layered is not None for seed in range(50))
-    assert all(draw(seed, setting_of(seed), "off").layered is None for seed in range(50))
+    assert all(draw(seed, setting_of(seed), BY_LAYER).layered is not None for seed in range(50))
+    assert all(draw(seed, setting_of(seed), WHOLE).layered is None for seed in range(50))
 
 
 def test_all_instances_have_as_many_layers() -> None:
-    world = play(3, setting_of(3), layerwise="auto")
+    world = play(3, setting_of(3), forced=BY_LAYER)
     assert {node.device.layers for node in world.instances} == {world.geometry.num_layers} == {5}
-    assert play(3, setting_of(3), layerwise="off").geometry.num_layers == 2
+    assert play(3, setting_of(3), forced=WHOLE).geometry.num_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_all_instances_have_as_many_layers() -> None:
 @pytest.mark.parametrize("layers", sorted({shape.kv.num_layers for shape in SHAPES.values()}))
 def test_clusters_with_as_many_layers_as_real_models(layers: int, seed: int, setting: str) -> None:
     """The reference device's KV is handed over, fetched and placed by layer; a pull takes as long as of few layers."""
-    scenario = draw(seed, parse_setting(setting), "auto")
+    scenario = draw(seed, parse_setting(setting), BY_LAYER)
     few = scenario.layered
     assert few is not None
     scenario.layered = replace(few, layers=layers)
@@ -61,7 +62,7 @@ def test_clusters_with_as_many_layers_as_real_models(layers: int, seed: int, set
 
 def test_swapped_and_readmitted_sequence_is_listed_once() -> None:
     """It was listed twice among those that lie by layer, and was parked twice when the link carried less."""
-    assert not judge(960000762, parse_setting("pd-caching-2/by-request/1P1C/healthy"), layerwise="auto").failure
+    assert not judge(960000762, parse_setting("pd-caching-2/by-request/1P1C/healthy"), forced=BY_LAYER).failure
 
 
 @pytest.mark.parametrize(
@@ -70,11 +71,11 @@ def test_swapped_and_readmitted_sequence_is_listed_once() -> None:
 )
 def test_store_gets_no_blocks_during_swap_in(seed: int, setting: str) -> None:
     """A parked sequence ended while its blocks came up, and they were sealed for the store as they were before."""
-    assert not judge(seed, parse_setting(setting), layerwise="auto").failure
+    assert not judge(seed, parse_setting(setting), forced=BY_LAYER).failure
 
 
 def test_the_command_forces_it_and_names_it_where_a_seed_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    planted = (judge(seed, setting_of(seed), plant="layer-arrival", layerwise="auto") for seed in range(100))
+    planted = (judge(seed, setting_of(seed), plant="layer-arrival", forced=BY_LAYER) for seed in range(100))
     first = next(verdict.seed for verdict in planted if "not there yet" in verdict.failure)
     forced = ["--layerwise", "auto", "--plant", "layer-arrival"]
     assert run(["sim", "fuzz", "--first", str(first), "--seeds", "1", *forced]) == 1

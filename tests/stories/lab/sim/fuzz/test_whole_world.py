@@ -14,7 +14,7 @@ from memserve.protocol.peers import Peer
 from memserve_lab.sim.fuzz.campaign import parse_setting, play, setting_of
 from memserve_lab.sim.fuzz.clients import Conversation, Turn
 from memserve_lab.sim.fuzz.network import FaultyNetwork
-from memserve_lab.sim.fuzz.scenario import MIXES, MS, Scenario, Setting
+from memserve_lab.sim.fuzz.scenario import MIXES, MS, Forced, Scenario, Setting, draw
 from memserve_lab.sim.fuzz.world import World
 from memserve_lab.sim.reference.device import OracleDevice
 
@@ -72,7 +72,9 @@ def test_the_scenarios_reach_what_they_are_for() -> None:
     for place, seed in enumerate((*MANY_SIDED, *range(40))):
         if place >= len(MANY_SIDED) and not missing:
             break
-        seen.update(play(seed, Setting(mix="2P2D" if seed % 2 else "2C"), layerwise="off").count_achievements())
+        seen.update(
+            play(seed, Setting(mix="2P2D" if seed % 2 else "2C"), forced=Forced(layerwise="off")).count_achievements()
+        )
         missing = [name for name, count in seen.items() if not count and name not in rare]
     assert not missing, f"never happened: {missing} in {seen}"
 
@@ -90,8 +92,21 @@ def test_fuzzing_with_three_routers_reaches_their_features() -> None:
     """With three routers; in any weather."""
     seen: Counter[str] = Counter()
     for seed in (14, 39, 58, 63, 80, 125):
-        seen.update(play(seed, setting_of(seed), routers=3).count_achievements())
+        seen.update(play(seed, setting_of(seed), forced=Forced(routers=3)).count_achievements())
     assert all(seen[name] for name in OF_SEVERAL_ROUTERS), seen
+
+
+@pytest.mark.parametrize(("groups", "count"), [("states", "states: loaded"), ("windows", "windows: given up")])
+def test_models_with_cache_groups_in_every_scenario(groups: str, count: str) -> None:
+    forced = Forced(groups=groups)
+    for seed in range(60):
+        scenario = draw(seed, setting_of(seed), forced)
+        assert (scenario.states is not None, scenario.windows is not None) == (groups == "states", groups == "windows")
+        assert scenario.layered is scenario.shared is scenario.striped is None
+    seen: Counter[str] = Counter()
+    for seed in range(4):
+        seen.update(play(seed, setting_of(seed), forced=forced).count_achievements())
+    assert seen[count], seen
 
 
 def test_disconnected_client_is_not_counted_as_starved() -> None:
