@@ -261,7 +261,8 @@ def page(rows: list[dict[str, Any]], version: str) -> str:
         "Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every family of transformers "
         f"{version} that answers with text, those of images and text too, built small from its own configuration: "
         f"{summary}. *Served*: greedy answers in float32 are those of the model itself, token for token: within a "
-        "block, beyond it and beyond every window, in chunks, and from the cache. A model is compared likewise at its first start (`memserve doctor`).",
+        "block, beyond it and beyond every window, in chunks, and from the cache. A model is compared likewise at its "
+        "first start (`memserve doctor`).",
         "",
     ]  # fmt: skip
     for word in words:
