@@ -163,10 +163,12 @@ def test_a_store_that_is_killed_costs_no_answer(kept, truth) -> None:
     running.end()
 
 
-@pytest.mark.parametrize("shape", [("--colocated", "1"), PAIR])
-def test_states_outlive_every_process(kept, tmp_path: Path, monkeypatch, shape) -> None:
+@pytest.mark.parametrize(
+    ("family", "shape"), [("qwen3_5", ("--colocated", "1")), ("qwen3_5", PAIR), ("mamba2", ("--colocated", "1"))]
+)
+def test_states_outlive_every_process(kept, tmp_path: Path, monkeypatch, family: str, shape) -> None:
     """As above, with a model that has recurrent states: the third turn goes on from KV and state of the second."""
-    folder = save_folder(tiny_module("qwen3_5"), tmp_path / "stateful" / "tiny")
+    folder = save_folder(tiny_module(family), tmp_path / "stateful" / "tiny")
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))
     save_slow_costs(folder)
     running = kept(*shape, kv=None, folder=folder)

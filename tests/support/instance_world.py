@@ -91,8 +91,7 @@ class World:
         layers = 1 if cfg.scheduler.layerwise == "off" else self.geometry.num_layers
         self.device = SymbolicDevice(*sizes, layers=layers)
         if cfg.pool.states is not None:
-            kv = None if cfg.pool.states.own_pages else self.device.kv
-            self.device.states = SymbolicStates(kv, cfg.pool.states.per_block, cfg.pool.states.draft_states)
+            self.device.states = SymbolicStates(self.device.kv, cfg.pool.states.per_block, cfg.pool.states.draft_states)
         self.device.windows = cfg.pool.windows
         self.device.token_of = {} if cfg.scheduler.nonprefix_reuse else None
         self.plans, self.builds, self.masks = deque(), deque(), deque()

@@ -27,8 +27,9 @@ _FORMAT = 1
 """Of the bytes of a state, which stores keep: another one for any change of how parts follow each other."""
 _SLOTS_SHARE = 4
 """Of the KV memory, states of running sequences take at most one part in so many."""
-_IDS_SHARE = 16
-"""The same for the blocks of a model without attention, which only give tokens their names."""
+_NAMING_SHARE = 1024
+"""A block of a model without attention, which only names tokens, takes one part in so many of a snapshot: contexts of
+32,000 tokens as much as one snapshot, in blocks of 32."""
 _BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "float64": 64}
 
 
@@ -134,6 +135,13 @@ def share_state(states: StateGeometry, ranges: Sequence[Sequence[StateRange]]) -
     return StateShare(held, tuple(runs), tuple(written), states.nbytes)
 
 
+def naming_geometry(states: StateGeometry, dtype: str, block_tokens: int) -> KVGeometry:
+    """Blocks of a model without attention: nothing is read from them, but they lie and move as any others."""
+    smallest = KVGeometry(1, 1, 1, 1, dtype, block_tokens)
+    dim = max(1, states.nbytes // (_NAMING_SHARE * smallest.block_bytes))
+    return replace(smallest, head_dim_k=dim, head_dim_v=dim)
+
+
 NO_STATE = StateGeometry()
 """Of a model that keeps KV alone."""
 
@@ -184,14 +192,11 @@ def cache_groups(geometry: KVGeometry, layers: Sequence[LayerKv], states: StateG
 @dataclass(frozen=True, slots=True)
 class StatePages:
     """How snapshots lie. A *page* is a block of the arena that attention reads, or a part of one where a state is
-    smaller, so that blocks of KV and snapshots share one memory, and either may have all of it. A model without
-    attention has pages of its own."""
+    smaller, so that blocks of KV and snapshots share one memory, and either may have all of it."""
 
     state_bytes: int
     pages_each: int
     """Pages of one snapshot: the last one need not be full."""
-    own_pages: int = 0
-    """N: there are N pages, each of one whole snapshot, apart from the blocks. 0: pages lie in blocks."""
     per_block: int = 1
     """N: a block has N pages of one snapshot each; page ``p`` lies in block ``p // N``."""
     draft_states: int = 0
@@ -201,7 +206,7 @@ class StatePages:
     @property
     def whole_blocks(self) -> bool:
         """Whether each snapshot has whole blocks of its own, so that it can go where blocks go."""
-        return not self.own_pages and self.per_block == 1
+        return self.per_block == 1
 
     def layers_of_last(self, geometry: KVGeometry) -> int:
         """How many layers' pages of its last block a snapshot fills, where it has whole blocks."""
@@ -239,15 +244,9 @@ def divide_memory(
     slots = max(0, min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes - of_one_row))
     drafts = max(of_one_row, min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes - slots)) if draft_tokens else 0
     left = kv_bytes - (slots + drafts) * slot_bytes
-    if states.attends:
-        in_block = 1 if whole_blocks else max(1, block_bytes // state_bytes)
-        pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), 0, in_block, drafts)
-        blocks = left // block_bytes
-        least = _SLOTS_SHARE * ((1 + of_one_row) * slot_bytes + block_bytes * (pages.pages_each + 2))
-    else:
-        blocks = left // _IDS_SHARE // block_bytes
-        pages = StatePages(state_bytes, 1, (left - blocks * block_bytes) // state_bytes, draft_states=drafts)
-        least = _SLOTS_SHARE * max((2 + of_one_row) * slot_bytes, 2 * _IDS_SHARE * block_bytes)
+    in_block = 1 if whole_blocks else max(1, block_bytes // state_bytes)
+    pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), in_block, drafts)
+    least = _SLOTS_SHARE * ((1 + of_one_row) * slot_bytes + block_bytes * (pages.pages_each + 2))
     if kv_bytes < least:
         raise UserError(
             f"kv memory of {human_bytes(kv_bytes)} is too little for a model whose state takes "
@@ -255,4 +254,4 @@ def divide_memory(
             hint=f"give at least --kv-memory {flag_bytes(least)}",
             param="kv_memory",
         )
-    return DividedMemory(blocks, slots, pages)
+    return DividedMemory(left // block_bytes, slots, pages)

@@ -102,9 +102,9 @@ def _assemble_parts(
     )  # fmt: skip
     if config.pool.states is not None and self_peer is not None:
         config = dataclasses.replace(config, pool=config.pool.with_whole_snapshots())
-    shares_kv = (not model.states or model.states.attends) and (not on_gpu or self_peer is not None)
+    shares_kv = not on_gpu or self_peer is not None
     if model.states:
-        _check_states(model, options, config, role)
+        _warn_of_slots(model, options, config)
     if gpu_workers is not None and self_peer is not None:
         shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
     reports_layers = config.pool.page_is_layer and options.parallel.pipeline == 1  # no worker sees all layers of stages
@@ -167,14 +167,8 @@ def _prepare_model(model: LoadedModel, options: EngineOptions, *, on_gpu: bool) 
     return dataclasses.replace(model, why_keys_stay=reason)
 
 
-def _check_states(model: LoadedModel, options: EngineOptions, config: InstanceConfig, role: Role) -> None:
-    """Raises :class:`UserError` for what a model with a recurrent state cannot be yet; says what limits it."""
-    if role is not Role.COLOCATED and not model.states.attends:
-        raise UserError(
-            "a model without attention is not handed over from prefill to decode instances yet",
-            hint="serve it with colocated instances: --colocated N",
-            param="prefill",
-        )
+def _warn_of_slots(model: LoadedModel, options: EngineOptions, config: InstanceConfig) -> None:
+    """Say what limits how many sequences of a model with a recurrent state run at once."""
     slots = config.scheduler.max_running
     if slots < options.scheduler.max_running:
         size, memory = human_bytes(model.states.nbytes), human_bytes(options.kv_memory_bytes)

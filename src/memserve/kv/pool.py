@@ -368,7 +368,7 @@ class BlockPool:
         if writes and self.snapshots is not None:
             self.snapshots.note_planned(snapshot)
         tier, pages = snapshot.source
-        if self.access is None or self.config.states is None or self.config.states.own_pages or tier is Tier.DRAM:
+        if self.access is None or self.config.states is None or tier is Tier.DRAM:
             return
         blocks = {page // self.config.states.per_block for page in pages}
         (self.access.on_state_written if writes else self.access.on_state_read)(blocks)

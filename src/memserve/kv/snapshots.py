@@ -56,16 +56,10 @@ class SnapshotPages:
     ) -> None:
         """``blocks`` of the arena that attention reads, and how they are given back."""
         self.layout = pages
-        self._own = _core.BlockAllocator(pages.own_pages) if pages.own_pages else None
-        self._allocator, self._release_blocks = self._own or blocks, self._own.release if self._own else release
+        self._allocator, self._release_blocks = blocks, release
         self._taken: dict[int, int] = {}  # block -> pages of it that are taken
         self._open: dict[int, list[int]] = {}  # block -> its free pages, of blocks that have both
         self._pins: dict[int, int] = {}  # block -> pins on its pages
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether they lie in blocks of KV."""
-        return self._own is None
 
     @property
     def blocks_used(self) -> int:
@@ -139,7 +133,6 @@ class SnapshotPages:
         check({block: len(rest) for block, rest in self._open.items()} == free, "free pages were counted wrongly")
         check(not set(pages) & {page for rest in self._open.values() for page in rest}, "a page is free and taken")
         check(all(self._allocator.ref_count(block) >= 1 for block in taken), "a block of snapshots is free")
-        check(self._own is None or self._own.blocks_used == len(self._taken), "pages of no snapshot are in use")
         check(self._pins.keys() == set(pinned), "pinned blocks were counted wrongly")
 
 
@@ -202,10 +195,8 @@ class SnapshotCache:
         self._changed: list[StateSnapshot] = []  # by the plan that is being made: written, or moved
         #: time of computing tokens behind others, as far as it is known: ``(tokens, behind)`` -> ns
         self.compute_ns: Callable[[int, int], int] = PrefillCurve().ns
-        # blocks of a model without attention have no KV: what they hold is worth nothing
-        token_blocks = 1 / block_tokens if self.shares_blocks else 0.0
         self.policy: SnapshotPolicy = MeasuredPolicy(
-            lambda tokens, behind: self.compute_ns(tokens, behind), token_blocks, pages.pages_each / pages.per_block
+            lambda tokens, behind: self.compute_ns(tokens, behind), 1 / block_tokens, pages.pages_each / pages.per_block
         )
         self._index = index
         self._by_identity: dict[bytes, StateSnapshot] = {}
@@ -221,14 +212,9 @@ class SnapshotCache:
     # -- room
 
     @property
-    def shares_blocks(self) -> bool:
-        """Whether snapshots lie in blocks of KV."""
-        return self.pages.shares_blocks
-
-    @property
     def blocks_evictable(self) -> int:
         """Blocks of KV that would be free if all snapshots but pinned ones went."""
-        return self.pages.blocks_used - self.pages.blocks_pinned if self.shares_blocks else 0
+        return self.pages.blocks_used - self.pages.blocks_pinned
 
     def dram_blocks(self) -> tuple[int, int]:
         """Blocks of DRAM that snapshots lie in, and of them those that would be free if all but pinned ones went."""
@@ -245,10 +231,8 @@ class SnapshotCache:
         return snapshot
 
     def _allocate_pages(self) -> list[int] | None:
-        if self.shares_blocks and self.pages.lacking_blocks:
+        if self.pages.lacking_blocks:
             self._room.make_room(self.pages.layout.pages_each, for_snapshot=True)
-        while not self.shares_blocks and self.pages.lacking_blocks and self.give_up_cached():
-            pass
         return self.pages.allocate()
 
     def adopt(self, tokens: int, blocks: Sequence[int]) -> StateSnapshot:
@@ -263,7 +247,7 @@ class SnapshotCache:
 
     def give_up_last(self) -> bool:
         """Give up what a sequence would leave in blocks of KV; then one that a peer reads, for its KV. False: none."""
-        return (self.shares_blocks and self.give_up_running()) or self.give_up_pinned(Tier.HBM)
+        return self.give_up_running() or self.give_up_pinned(Tier.HBM)
 
     def give_up_cached(self) -> bool:
         """For room in HBM, a cached one goes: of the owner whose blocks weigh most, what its policy says, and what is
@@ -299,7 +283,7 @@ class SnapshotCache:
         owners = self._owners[tier]
         if len(owners) < 2:
             return list(owners)
-        each = self.pages.layout.pages_each / self.pages.layout.per_block if self.shares_blocks else 0
+        each = self.pages.layout.pages_each / self.pages.layout.per_block
         return sorted(owners, key=lambda owner: -self._index.burden(owner, tier, round(owners[owner] * each)))
 
     def _move_down(self, snapshot: StateSnapshot) -> bool:
@@ -510,7 +494,7 @@ class SnapshotCache:
     @property
     def blocks_used(self) -> int:
         """Blocks of KV that snapshots lie in."""
-        return self.pages.blocks_used if self.shares_blocks else 0
+        return self.pages.blocks_used
 
     def report(self) -> SnapshotReport:
         """For the pool's."""

@@ -160,7 +160,7 @@ class ModelDevice(Device):
         memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
         dram = self._arenas.dram if memory.dram is None else blocks_of(memory.dram, self._geometry.block_bytes)
         tiers, share = (self._arenas.hbm, dram), states_of(model.module).share
-        return open_states(model.states, pool.states, slots, tiers, share, memory.snapshots, self._make_pages)
+        return open_states(model.states, pool.states, slots, tiers, share, self._make_pages)
 
     def _make_pages(self, page_bytes: int, pages: int) -> Tensor:
         """Memory ``[pages, page_bytes]`` uint8 for states, where the first tier is."""

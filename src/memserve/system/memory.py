@@ -121,7 +121,7 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
     streamed = pool.dram_blocks * geometry.block_tokens if scheduler.layerwise != "off" else 0
     longest = min(config.max_model_tokens, max(streamed, pool.tokens_in(geometry.block_tokens)))
     sources = pool.source_tokens(geometry.block_tokens) if scheduler.nonprefix_reuse else 0
-    states = 0 if pool.states is None else scheduler.max_running + pool.states.own_pages  # beside the arena
+    states = 0 if pool.states is None else scheduler.max_running  # beside the arena
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
         weights_bytes=model.weights_bytes,

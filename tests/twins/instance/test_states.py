@@ -27,7 +27,6 @@ PAGES = {
     "one block": StatePages(10, 1, draft_states=5),
     "three blocks": StatePages(30, 3, draft_states=2),
     "a third of a block": StatePages(10, 1, per_block=3, draft_states=8),
-    "own pages": StatePages(10, 1, 5, draft_states=4),
 }
 
 

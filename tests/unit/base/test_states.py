@@ -11,7 +11,15 @@ from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import Parallel
 from memserve.base.layer_kv import LayerKv
-from memserve.base.states import NO_STATE, StateGeometry, StatePages, StatePart, cache_groups, divide_memory
+from memserve.base.states import (
+    NO_STATE,
+    StateGeometry,
+    StatePages,
+    StatePart,
+    cache_groups,
+    divide_memory,
+    naming_geometry,
+)
 from memserve.base.types import KVGeometry, Role
 from memserve.base.units import KIB, MIB, parse_bytes
 
@@ -29,7 +37,7 @@ QWEN3_NEXT_KV = KVGeometry(12, 2, 256, 256, "bfloat16")
 LFM2 = StateGeometry(tuple(StatePart(layer, "conv", 0, (2048, 3), "bfloat16") for layer in range(10)))
 LFM2_KV = KVGeometry(6, 8, 64, 64, "bfloat16")
 MAMBA = StateGeometry((StatePart(0, "recurrent", 0, (1536, 16), "float32"),), attends=False)
-NO_KV = KVGeometry(1, 1, 1, 1, "bfloat16")
+NO_KV = naming_geometry(MAMBA, "bfloat16", 32)
 
 
 def test_parts_lie_one_behind_the_other() -> None:
@@ -70,16 +78,24 @@ def test_memory_is_never_exceeded(
         return
     assert of_one_row <= divided.pages.draft_states <= max(of_one_row, divided.slots) * (draft_tokens > 0)
     used = (divided.slots + divided.pages.draft_states) * states.nbytes + divided.blocks * geometry.block_bytes
-    used += divided.pages.own_pages * states.nbytes
-    step = geometry.block_bytes + (0 if states.attends else states.nbytes + 16 * geometry.block_bytes)
-    assert kv_bytes - step < used <= kv_bytes
+    assert kv_bytes - geometry.block_bytes < used <= kv_bytes
     assert 1 <= divided.slots <= slots
-    assert divided.pages.pages_each * (geometry.block_bytes if states.attends else states.nbytes) >= states.nbytes
+    assert divided.pages.pages_each * geometry.block_bytes >= states.nbytes
+
+
+def test_blocks_that_only_name_tokens_are_small_beside_a_snapshot() -> None:
+    for block_tokens in (4, 32, 128):
+        geometry = naming_geometry(MAMBA, "bfloat16", block_tokens)
+        least = 4 * block_tokens  # of an element of K and of V
+        assert least <= geometry.block_bytes <= max(least, MAMBA.nbytes // 1024) and geometry.num_layers == 1
+    large = StateGeometry((StatePart(0, "recurrent", 0, (8, 1024, 1024), "float32"),), attends=False)
+    pages = divide_memory(naming_geometry(large, "bfloat16", 32), large, 512 * MIB, 4).pages
+    assert 1024 <= pages.pages_each < 1100
 
 
 def test_small_states_share_a_block() -> None:
     pages = divide_memory(LFM2_KV, LFM2, 64 * MIB, 8).pages
-    assert pages == StatePages(120 * KIB, 1, 0, 3) and LFM2_KV.block_bytes == 384 * KIB
+    assert pages == StatePages(120 * KIB, 1, 3) and LFM2_KV.block_bytes == 384 * KIB
     large = divide_memory(QWEN3_NEXT_KV, QWEN3_NEXT, 3000 * MIB, 8).pages
     assert (large.pages_each, large.per_block) == (99, 1)
     assert large.pages_each * QWEN3_NEXT_KV.block_bytes - large.state_bytes < QWEN3_NEXT_KV.block_bytes

@@ -131,10 +131,10 @@ _SNAPSHOT = (1 << 63) + 5
 
 
 class SymbolicStates:
-    """The recurrent state of each slot, and snapshots in pages: blocks of HBM, or pages of their own."""
+    """The recurrent state of each slot, and snapshots in pages: blocks of HBM, or parts of them."""
 
-    def __init__(self, kv: SymbolicPages | None, per_block: int = 1, draft_states: int = 0) -> None:
-        """``kv``: whose blocks of HBM are the pages, or have ``per_block`` each; None: there are others.
+    def __init__(self, kv: SymbolicPages, per_block: int = 1, draft_states: int = 0) -> None:
+        """``kv``: whose blocks of HBM are the pages, or have ``per_block`` each.
         ``draft_states``: tokens of rows with drafts in a plan, at most."""
         self._kv, self._per_block, self._draft_states = kv, per_block, draft_states
         self.of_slots: dict[int, tuple[int, int]] = {}
@@ -199,11 +199,10 @@ class SymbolicStates:
     def save(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
         """A snapshot behind ``tokens``; what else lay in these pages is gone."""
         for place, page in enumerate(pages):
-            if self._kv is not None:
-                block = page // self._per_block
-                self._kv.tiers[Tier.HBM][block * self._kv.layers : (block + 1) * self._kv.layers] = [
-                    [None] * self._kv.block_tokens for _ in range(self._kv.layers)
-                ]
+            block = page // self._per_block
+            self._kv.tiers[Tier.HBM][block * self._kv.layers : (block + 1) * self._kv.layers] = [
+                [None] * self._kv.block_tokens for _ in range(self._kv.layers)
+            ]
             self.pages[page] = len(tokens), self.behind(tokens), place
 
     def page_cells(self, tier: Tier, block: int, size: int) -> list[int | None] | None:
@@ -226,7 +225,7 @@ class SymbolicStates:
 
     def copy_blocks(self, order: CopyBlocks) -> None:
         """Whole blocks, one after the other: a snapshot goes along with its block, or what was there is gone."""
-        if self._kv is None or Tier.DRAM not in (order.src_tier, order.dst_tier):
+        if Tier.DRAM not in (order.src_tier, order.dst_tier):
             self.overwrite(order.dst if order.dst_tier is Tier.HBM else ())
             return
         for src, dst in zip(order.src, order.dst, strict=True):
@@ -237,6 +236,6 @@ class SymbolicStates:
 
     def overwrite(self, blocks: Iterable[int]) -> None:
         """KV is written to blocks."""
-        for block in blocks if self._kv is not None else ():
+        for block in blocks:
             for page in range(block * self._per_block, (block + 1) * self._per_block):
                 self.pages.pop(page, None)

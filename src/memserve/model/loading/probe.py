@@ -18,6 +18,7 @@ import torch
 
 from memserve.base.errors import UserError
 from memserve.base.layer_kv import LayerKv, LayerLayout, keep_every_layer
+from memserve.base.states import naming_geometry
 from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, CHUNK_ATTRIBUTE, register_attention, step_attention
 from memserve.model.attention.expansions import Expansion, install_expansion
@@ -144,6 +145,8 @@ def probe_model(
     if states:
         geometry, attending = replace(states.geometry, attends=bool(layers)), [seen.layer for seen in attention.layers]
         install_states(module, replace(states, geometry=geometry, attending=tuple(attending)))
+        if not layers:
+            return naming_geometry(geometry, dtype, block_tokens), layers
     return _geometry_of(layers, dtype, block_tokens), layers
 
 
@@ -207,9 +210,6 @@ def _install_chunks(module: Any) -> None:
 
 
 def _geometry_of(layers: list[ProbedLayer], dtype: str, block_tokens: int) -> KVGeometry:
-    """Without layers that attend: as small as can be."""
-    if not layers:
-        return KVGeometry(1, 1, 1, 1, dtype, block_tokens)
     first = layers[0]
     if first.latent_dim:
         sizes = 1, first.latent_dim + first.rotary_dim, first.latent_dim

@@ -375,18 +375,12 @@ def open_states(
     slots: int,
     tiers: tuple[Tensor, Tensor],
     share: StateShare | None = None,
-    shared: _core.SharedArena | None = None,
     make_pages: MakePages = state_pages,
 ) -> SlotStates:
-    """The states of a device. ``lying``: how snapshots of ``states`` do: in blocks of the ``tiers``, each
-    ``[blocks, block_bytes]``, or in pages of their own, of several workers in memory that they all map, ``shared``.
-    ``share``: of one of them. ``make_pages``: memory where the first tier is."""
+    """The states of a device. ``lying``: how snapshots of ``states`` do, in blocks of the ``tiers``, each
+    ``[blocks, block_bytes]``. ``share``: of one of several workers. ``make_pages``: memory where the first tier is."""
     arena, dram = tiers
-    pages, per_block = arena, 1 if lying is None else lying.per_block
-    if lying is not None and lying.own_pages and shared is not None:
-        pages = torch.frombuffer(shared, dtype=torch.uint8).view(lying.own_pages, states.nbytes)
-    elif lying is not None and lying.own_pages:
-        pages = make_pages(states.nbytes, lying.own_pages)
+    per_block = 1 if lying is None else lying.per_block
     held = states if share is None else share.held
     drafts = 0 if lying is None else lying.draft_states
-    return SlotStates(held, slots, pages, per_block, dram, share, make_pages, drafts)
+    return SlotStates(held, slots, arena, per_block, dram, share, make_pages, drafts)

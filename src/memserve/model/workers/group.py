@@ -82,12 +82,10 @@ class GroupMemory:
     """KV of the first tier."""
     dram: _core.SharedArena | None = None
     """The second tier, where all of them copy there: that of recurrent states. Of KV the one that leads copies all."""
-    snapshots: _core.SharedArena | None = None
-    """Of recurrent states that lie apart from KV."""
 
     def seal(self) -> None:
         """No other process maps it from now on."""
-        for arena in (self.hbm, self.dram, self.snapshots):
+        for arena in (self.hbm, self.dram):
             if arena is not None:
                 arena.seal()
 

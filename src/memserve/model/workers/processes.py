@@ -176,10 +176,8 @@ class Workers(Processes):
         geometry = model.geometry
         self.shares = shares_of(options.parallel, model, division)
         refuse_stages_by_layer(options.parallel, config.scheduler.layerwise)
-        own_pages = 0 if config.pool.states is None else config.pool.states.own_pages
         dram_blocks = config.pool.dram_blocks if model.states else 0
         sizes = [config.pool.hbm_blocks * geometry.block_bytes, dram_blocks * geometry.block_bytes]
-        sizes += [own_pages * model.states.nbytes]
         arenas = [_core.SharedArena(size, sealed=False) if size else None for size in sizes]
         self.memory = GroupMemory(*arenas)
         first = self.shares[0]
