@@ -172,13 +172,20 @@ class TritonBatch:
         }  # fmt: skip
 
     def code_constants(self) -> dict[str, int | str]:
-        """Further ones of pages of codes: their kind, how many are in a word, and elements that a maximum is of."""
+        """Further ones of pages of codes (:mod:`memserve.model.attention.triton_codes`); ``*_WIDTH``: elements that a
+        maximum is of."""
         g = self.geometry
         if not g.code_depth:
             return {}
         most = INT4_GROUP if g.kv_dtype == "int4" else max(g.head_dim_k, g.head_dim_v)
-        widths = {name: _power_of_two(16, min(dim, most)) for name, dim in (("DK", g.head_dim_k), ("DV", g.head_dim_v))}
-        return {"CODES": g.kv_dtype, "DEPTH": g.code_depth, **{f"{name}_WIDTH": width for name, width in widths.items()}}
+        values = ceil_div(g.head_dim_k, g.code_depth) * g.block_tokens
+        maxima = values + g.block_tokens // g.code_depth * g.head_dim_v
+        return {
+            "CODES": g.kv_dtype, "DEPTH": g.code_depth, "VALUES": values, "DK_MAXIMA": maxima,
+            "DV_MAXIMA": maxima + g.code_groups(g.head_dim_k) * g.block_tokens // 2,
+            "DK_WIDTH": _power_of_two(16, min(g.head_dim_k, most)),
+            "DV_WIDTH": _power_of_two(16, min(g.head_dim_v, most)),
+        }  # fmt: skip
 
 
 def attend(

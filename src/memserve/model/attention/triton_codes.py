@@ -2,9 +2,11 @@
 
 ::
 
-    one head of a page, in words of 4 bytes            maxima, of 2 bytes
-    K [ceil(DK / DEPTH), BLOCK]   a word: DEPTH neighbours of one token's elements      [groups of K, BLOCK]
-    V [BLOCK / DEPTH, DV]         a word: one element of DEPTH neighbouring tokens      [groups of V, BLOCK]
+    one head of a page, in words of 4 bytes
+    0          K [ceil(DK / DEPTH), BLOCK]      a word: DEPTH neighbouring elements of a token
+    VALUES     V [BLOCK / DEPTH, DV]            a word: an element of DEPTH neighbouring tokens
+    DK_MAXIMA  maxima [groups of K, BLOCK / 2]  a word: those of two neighbouring tokens
+    DV_MAXIMA  maxima [groups of V, BLOCK / 2]
 
 The same bytes as on a CPU: integer arithmetic, one exact division and one product decide. Compile what rounds with
 ``enable_fp_fusion=False``: a product that is rounded together with a sum would be another number. No instruction for
@@ -79,85 +81,76 @@ def unpack_words(words, CODES: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def maxima_of(head, first, DEPTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to the maxima of group ``first`` of a head, K's groups before V's. ``head``: pointers to its words."""
-    WORDS: tl.constexpr = (DK + DEPTH - 1) // DEPTH * BLOCK + BLOCK // DEPTH * DV
-    return (head + WORDS).to(tl.pointer_type(tl.uint16), bitcast=True) + first * BLOCK
-
-
-@triton.jit
-def load_scales(maxima, mask, CODES: tl.constexpr):
-    """What the codes of groups with these maxima are multiplied by, float32."""
-    bits = tl.load(maxima, mask=mask, other=0).to(tl.int32) << 16
-    return bits.to(tl.float32, bitcast=True) * (1.0 / largest_code(CODES))
+def store_maxima(head, t, live, maxima, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """``maxima`` ``[R, groups]`` of tokens ``t [R]``. ``head``: the word where they begin."""
+    group = tl.arange(0, maxima.shape[1])[None, :]
+    places = head.to(tl.pointer_type(tl.uint16), bitcast=True) + group * BLOCK + t[:, None]
+    tl.store(places, maxima.to(tl.uint16), mask=live[:, None] & (group * WIDTH < D))
 
 
 @triton.jit
 def store_keys(
     head, t, live, x,
-    CODES: tl.constexpr, DEPTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
+    CODES: tl.constexpr, DEPTH: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """K float32 ``[R, DK_PAD]`` of the ``live`` ones of tokens ``t [R]`` of a page; ``head``: its first word."""
+    """Codes of K, float32 ``[R, DK_PAD]``, of the ``live`` ones of tokens ``t [R]``; returns their maxima."""
     UNITS: tl.constexpr = x.shape[1] // DEPTH
-    unit, group = tl.arange(0, UNITS)[None, :], tl.arange(0, x.shape[1] // WIDTH)[None, :]
+    unit = tl.arange(0, UNITS)[None, :]
     codes, maxima = round_rows(x, CODES, DEPTH, WIDTH)
     words = tl.sum(tl.reshape(codes, (x.shape[0], UNITS, DEPTH)) << shifts_in_word(DEPTH)[None, None, :], 2)
     tl.store(head + unit * BLOCK + t[:, None], words, mask=live[:, None] & (unit * DEPTH < DK))
-    places = maxima_of(head, 0, DEPTH, DK, DV, BLOCK) + group * BLOCK + t[:, None]
-    tl.store(places, maxima.to(tl.uint16), mask=live[:, None] & (group * WIDTH < DK))
+    return maxima
 
 
 @triton.jit
-def store_values(
-    head, t, live, x,
-    CODES: tl.constexpr, DEPTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    DK_WIDTH: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """V float32 ``[DEPTH, DV_PAD]`` of the ``live`` ones of tokens ``t``, those of one word; codes of others stay."""
-    dv, group = tl.arange(0, x.shape[1]), tl.arange(0, x.shape[1] // WIDTH)[None, :]
+def store_values(values, live, x, CODES: tl.constexpr, DEPTH: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr):
+    """Codes of V, float32 ``[DEPTH, DV_PAD]``, of the ``live`` tokens of one unit, the words from ``values`` on; those
+    of its other tokens stay. Returns their maxima."""
+    dv, shifts = tl.arange(0, x.shape[1]), shifts_in_word(DEPTH)[:, None]
     codes, maxima = round_rows(x, CODES, DEPTH, WIDTH)
-    shifts = shifts_in_word(DEPTH)
-    units = head + ((DK + DEPTH - 1) // DEPTH * BLOCK + tl.min(t, 0) // DEPTH * DV + dv)
-    others = ~tl.sum(tl.where(live, ((1 << (32 // DEPTH)) - 1) << shifts, 0), 0)
-    words = tl.load(units, mask=dv < DV, other=0) & others
-    tl.store(units, words | tl.sum(tl.where(live[:, None], codes << shifts[:, None], 0), 0), mask=dv < DV)
-    places = maxima_of(head, (DK + DK_WIDTH - 1) // DK_WIDTH, DEPTH, DK, DV, BLOCK) + group * BLOCK + t[:, None]
-    tl.store(places, maxima.to(tl.uint16), mask=live[:, None] & (group * WIDTH < DV))
+    others = ~tl.sum(tl.where(live[:, None], ((1 << (32 // DEPTH)) - 1) << shifts, 0), 0)
+    words = tl.load(values + dv, mask=dv < DV, other=0) & others
+    tl.store(values + dv, words | tl.sum(tl.where(live[:, None], codes << shifts, 0), 0), mask=dv < DV)
+    return maxima
+
+
+@triton.jit
+def load_scales(
+    maxima, t, inside,
+    CODES: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What codes are multiplied by, float32 ``[GROUPS, KEYS]``. ``maxima``, ``t``, ``inside`` ``[KEYS / 2]``: of two
+    neighbouring tokens where their page's maxima begin, their number in the page, and whether they are there. A word
+    has both: what has less than 4 bytes is not copied beside the computation."""
+    group = tl.arange(0, GROUPS)[:, None]
+    mask = inside[None, :] & (group * WIDTH < D)
+    both = tl.load(maxima[None, :] + (group * (BLOCK // 2) + t[None, :]), mask=mask, other=0)
+    bits = tl.interleave(both << 16, both & -0x10000)
+    return bits.to(tl.float32, bitcast=True) * (1.0 / largest_code(CODES))
 
 
 @triton.jit
 def load_keys(
-    head, t, inside,
-    CODES: tl.constexpr, DEPTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    DK_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    head, t, inside, scales,
+    CODES: tl.constexpr, DEPTH: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr, DK_PAD: tl.constexpr,
 ):  # fmt: skip
     """K float32 ``[DK_PAD, KEYS]``: of key ``i`` that of token ``t[i]`` in the page of ``head[i]``."""
-    GROUPS: tl.constexpr = DK_PAD // WIDTH
-    unit, group = tl.arange(0, DK_PAD // DEPTH)[:, None], tl.arange(0, GROUPS)[:, None]
-    places = head[None, :] + (unit * BLOCK + t[None, :])
-    words = tl.load(places, mask=(unit * DEPTH < DK) & inside[None, :], other=0)
-    maxima = maxima_of(head, 0, DEPTH, DK, DV, BLOCK)[None, :] + (group * BLOCK + t[None, :])
-    scales = load_scales(maxima, (group * WIDTH < DK) & inside[None, :], CODES)
-    numbers = tl.reshape(unpack_words(words, CODES, DEPTH), (GROUPS, WIDTH, t.shape[0]))
+    GROUPS: tl.constexpr = scales.shape[0]
+    unit = tl.arange(0, DK_PAD // DEPTH)[:, None]
+    words = tl.load(head[None, :] + (unit * BLOCK + t[None, :]), mask=(unit * DEPTH < DK) & inside[None, :], other=0)
+    numbers = tl.reshape(unpack_words(words, CODES, DEPTH), (GROUPS, DK_PAD // GROUPS, t.shape[0]))
     return tl.reshape(numbers * scales[:, None, :], (DK_PAD, t.shape[0]))
 
 
 @triton.jit
 def load_values(
-    head, t, written, head_of_unit, unit, inside,
-    CODES: tl.constexpr, DEPTH: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    DK_WIDTH: tl.constexpr, DV_PAD: tl.constexpr, WIDTH: tl.constexpr,
+    values, unit, inside, scales,
+    CODES: tl.constexpr, DEPTH: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """V float32 ``[KEYS, DV_PAD]``, zero where nothing is ``written``. ``head``, ``t``: as of :func:`load_keys`;
-    ``unit``, ``head_of_unit``, ``inside`` ``[KEYS / DEPTH]``: the same of units of tokens."""
-    GROUPS: tl.constexpr = DV_PAD // WIDTH
-    GROUPS_K: tl.constexpr = (DK + DK_WIDTH - 1) // DK_WIDTH
-    WORDS_K: tl.constexpr = (DK + DEPTH - 1) // DEPTH * BLOCK
-    dv, group = tl.arange(0, DV_PAD)[None, :], tl.arange(0, GROUPS)[None, :]
-    places = head_of_unit[:, None] + (WORDS_K + unit[:, None] * DV + dv)
-    words = tl.load(places, mask=inside[:, None] & (dv < DV), other=0)
-    maxima = maxima_of(head, GROUPS_K, DEPTH, DK, DV, BLOCK)[:, None] + (group * BLOCK + t[:, None])
-    scales = load_scales(maxima, written[:, None] & (group * WIDTH < DV), CODES)
-    numbers = tl.reshape(unpack_words(words, CODES, DEPTH), (t.shape[0], GROUPS, WIDTH))
-    return tl.reshape(numbers * scales[:, :, None], (t.shape[0], DV_PAD))
+    """V float32 ``[KEYS, DV_PAD]``: of ``DEPTH`` keys those of unit ``unit[i]`` in the page with V at ``values[i]``."""
+    GROUPS: tl.constexpr = scales.shape[0]
+    KEYS: tl.constexpr = scales.shape[1]
+    dv = tl.arange(0, DV_PAD)[None, :]
+    words = tl.load(values[:, None] + (unit[:, None] * DV + dv), mask=inside[:, None] & (dv < DV), other=0)
+    numbers = tl.reshape(unpack_words(words, CODES, DEPTH), (KEYS, GROUPS, DV_PAD // GROUPS))
+    return tl.reshape(numbers * tl.trans(scales)[:, :, None], (KEYS, DV_PAD))

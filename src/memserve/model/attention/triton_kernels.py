@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memserve.model.attention.triton_codes import load_keys, load_values, store_keys, store_values
+from memserve.model.attention.triton_codes import load_keys, load_scales, load_values, store_keys, store_maxima, store_values
 
 NEVER = tl.constexpr(-1.0e30)  # the running maximum before any key was seen; finite, so that differences are not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E)
@@ -55,7 +55,8 @@ def write_codes(
     k, k_token, k_head, v, v_token, v_head, layer,
     STRIDE: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr,
-    CODES: tl.constexpr, DEPTH: tl.constexpr, DK_WIDTH: tl.constexpr, DV_WIDTH: tl.constexpr,
+    CODES: tl.constexpr, DEPTH: tl.constexpr, VALUES: tl.constexpr, DK_MAXIMA: tl.constexpr,
+    DV_MAXIMA: tl.constexpr, DK_WIDTH: tl.constexpr, DV_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head), for pages of codes. A word of V has ``DEPTH`` tokens: the first of them in this step
     writes all of them, the others nothing, so that no two programs write one word."""
@@ -72,9 +73,12 @@ def write_codes(
         tokens, t = (token + i - place)[:, None], position % BLOCK - place + i
         live = (i >= place) & (token + i - place < end)
         x = tl.load(k + kv_head * k_head + tokens * k_token + dk, mask=live[:, None] & (dk < DK), other=0.0)
-        store_keys(head, t, live, x.to(tl.float32), CODES, DEPTH, DK, DV, BLOCK, DK_WIDTH)
+        maxima = store_keys(head, t, live, x.to(tl.float32), CODES, DEPTH, DK, BLOCK, DK_WIDTH)
+        store_maxima(head + DK_MAXIMA, t, live, maxima, DK, BLOCK, DK_WIDTH)
         x = tl.load(v + kv_head * v_head + tokens * v_token + dv, mask=live[:, None] & (dv < DV), other=0.0)
-        store_values(head, t, live, x.to(tl.float32), CODES, DEPTH, DK, DV, BLOCK, DK_WIDTH, DV_WIDTH)
+        values = head + VALUES + (position % BLOCK - place) // DEPTH * DV
+        maxima = store_values(values, live, x.to(tl.float32), CODES, DEPTH, DV, DV_WIDTH)
+        store_maxima(head + DV_MAXIMA, t, live, maxima, DV, BLOCK, DV_WIDTH)
 
 
 @triton.jit
@@ -158,7 +162,8 @@ def attend_tile(
     BLOCK: tl.constexpr, DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
-    CODES: tl.constexpr = "", DEPTH: tl.constexpr = 1, DK_WIDTH: tl.constexpr = 1, DV_WIDTH: tl.constexpr = 1,
+    CODES: tl.constexpr = "", DEPTH: tl.constexpr = 1, VALUES: tl.constexpr = 0, DK_MAXIMA: tl.constexpr = 0,
+    DV_MAXIMA: tl.constexpr = 0, DK_WIDTH: tl.constexpr = 1, DV_WIDTH: tl.constexpr = 1,
 ):  # fmt: skip
     """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
     a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, each contiguous: one
@@ -188,12 +193,18 @@ def attend_tile(
     begin, stop = run_of_blocks(first + shift, last, window, chunk, split, BLOCK, SPLITS, WINDOW, CHUNK)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     t = tl.arange(0, BLOCKS * BLOCK_PAD) % BLOCK_PAD
+    pair = tl.arange(0, BLOCKS * BLOCK_PAD // 2) % (BLOCK_PAD // 2)
     unit = tl.arange(0, BLOCKS * BLOCK_PAD // DEPTH) % (BLOCK_PAD // DEPTH)
     for index in range(begin, stop, BLOCKS):
         page, number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD, BLOCK_PAD, BLOCKS)
         inside, keys = (number < stop) & (t < BLOCK), number * BLOCK + t
-        if CODES:
-            k = load_keys(arena + page, t, inside, CODES, DEPTH, DK, DV, BLOCK, DK_PAD, DK_WIDTH)
+        if CODES != "":
+            pair_page, pair_number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD,
+                                                BLOCK_PAD // 2, BLOCKS)  # fmt: skip
+            pairs_inside = (pair_number < stop) & (pair * 2 < BLOCK)
+            scales = load_scales(arena + pair_page + DK_MAXIMA, pair, pairs_inside, CODES, DK, BLOCK,
+                                 DK_PAD // DK_WIDTH, DK_WIDTH)  # fmt: skip
+            k = load_keys(arena + page, t, inside, scales, CODES, DEPTH, DK, BLOCK, DK_PAD)
         else:
             k = block_keys(arena + page + t, inside, DK, BLOCK, DK_PAD)
         score, visible = block_scores(queries, k, keys, inside, positions, live, scale, window, chunk, softcap,
@@ -201,12 +212,14 @@ def attend_tile(
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(visible, tl.exp2(score - higher[:, None]), 0.0)
         fade = tl.exp2(top - higher)
-        if CODES:
+        if CODES != "":
             unit_page, unit_number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD,
                                                 BLOCK_PAD // DEPTH, BLOCKS)  # fmt: skip
-            v = load_values(arena + page, t, inside & (keys <= last), arena + unit_page, unit,
-                            (unit_number < stop) & (unit * DEPTH < BLOCK), CODES, DEPTH, DK, DV, BLOCK,
-                            DK_WIDTH, DV_PAD, DV_WIDTH)  # fmt: skip
+            scales = load_scales(arena + pair_page + DV_MAXIMA, pair, pairs_inside, CODES, DV, BLOCK,
+                                 DV_PAD // DV_WIDTH, DV_WIDTH)  # fmt: skip
+            scales = tl.where((keys <= last)[None, :], scales, 0.0)  # as of block_values
+            v = load_values(arena + unit_page + VALUES, unit, (unit_number < stop) & (unit * DEPTH < BLOCK), scales,
+                            CODES, DEPTH, DV, DV_PAD)  # fmt: skip
         else:
             v = block_values(arena + page + (BLOCK * DK + t * DV), inside & (keys <= last), DV, DV_PAD)
         v = v.to(queries.dtype)
