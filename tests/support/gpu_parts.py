@@ -148,12 +148,13 @@ class Together:
         dram_blocks: int = 8,
         limit_s: float = 60.0,
         graphs: bool = False,
+        kv_dtype: str = "auto",
         prepare: Callable[[int, FakeGpu], object] = lambda rank, gpu: None,
     ) -> None:
         """``prepare`` gets each worker's rank and GPU before anything runs there."""
         self.world, self.errors, self._parallel = FakeWorld(limit_s), [], parallel
-        model = loaded(copy.deepcopy(module))
-        self.geometry = model.geometry
+        model = loaded(copy.deepcopy(module), kv_dtype=kv_dtype)
+        self._kv_dtype, self.geometry = kv_dtype, model.geometry
         self.config = InstanceConfig(
             CONTEXT_TOKENS, pool=PoolConfig(blocks, dram_blocks), scheduler=SchedulerConfig(max_running=8)
         )
@@ -210,7 +211,7 @@ class Together:
 
     def _make(self, module: Any, share: Share, graphs: bool) -> None:
         try:
-            model, gpu = loaded(copy.deepcopy(module)), self.gpus[share.rank]
+            model, gpu = loaded(copy.deepcopy(module), kv_dtype=self._kv_dtype), self.gpus[share.rank]
             with gpu.compute.use():
                 vocabularies = shard(model.module, share, model.geometry)
                 crew = GpuWorkerGroup(

@@ -34,7 +34,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     class Watched(TritonAttention):
         def run_attention(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
             batch, bytes_of = self.batch, self.batch.arena.view(__import__("torch").uint8)
-            block_bytes = batch.shape_constants()["STRIDE"] * batch.geometry.itemsize
+            block_bytes = batch.shape_constants()["STRIDE"] * batch.arena.element_size()
             page_bytes = batch.geometry.page_bytes
             contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
             for row, context in enumerate(contexts):

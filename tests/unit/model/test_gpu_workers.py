@@ -77,6 +77,33 @@ def chunks_and_decodes(parallel: Parallel, graphs: bool) -> bool:
     return True
 
 
+def _coded_steps(driver: Any) -> list[int]:
+    """Two chunks, decodes, out to DRAM while another sequence takes the blocks, back elsewhere."""
+    from memserve.base.types import CopyBlocks, SamplingParams, Tier
+    from memserve.instance.events import OpenSequence
+    from tiny_models import prompt, sequence
+
+    tokens, intruder = prompt(50, 8), prompt(40, 9)
+    driver.step([(0, 0, 37, ())], open=[sequence(0, tokens, [1, 2])])
+    got = driver.step([(0, 37, 13, (0,))]).tokens + driver.decode(0, 50, 2)
+    out = CopyBlocks(Tier.HBM, Tier.DRAM, [1, 2], [6, 0])
+    driver.step([(1, 0, 40, ())], close=[0], copies=[out], open=[sequence(1, intruder, [2, 1])])
+    back = CopyBlocks(Tier.DRAM, Tier.HBM, [6, 0], [11, 10])
+    known = np.concatenate([tokens, got]).astype(np.int32)
+    resumed = OpenSequence(5, known, 50, 0, SamplingParams(temperature=0), [11, 10])
+    return got + driver.step([(5, 52, 1, (5,))], copies=[back], open=[resumed]).tokens + driver.decode(5, 53, 2)
+
+
+def codes(parallel: Parallel, kv_dtype: str) -> bool:
+    """KV in codes: the tokens of a CPU's device, step by step."""
+    from tiny_models import Driver, loaded
+
+    expected = _coded_steps(Driver(loaded(_module(parallel), kv_dtype=kv_dtype)))
+    with _together(parallel, graphs=True, kv_dtype=kv_dtype) as instance:
+        assert _coded_steps(instance.driver) == expected
+    return True
+
+
 def plans_in_flight(parallel: Parallel, graphs: bool) -> bool:
     """A plan computes what the one before it draws, and no host has seen it; a slot changes hands; then a plan that
     must know it, on all hosts."""
@@ -503,6 +530,9 @@ THREADS = {
     "TP 2 x PP 2, in flight": (plans_in_flight, KINDS["TP 2 x PP 2"], False),
     "TP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2"], True),
     "TP 2 x PP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2 x PP 2"], False),
+    "TP 2, codes of int8": (codes, KINDS["TP 2"], "int8"),
+    "TP 3, codes of int4": (codes, KINDS["TP 3"], "int4"),
+    "TP 2 x PP 2, codes of fp8": (codes, KINDS["TP 2 x PP 2"], "fp8"),
     "TP 3, swaps": (swaps, KINDS["TP 3"]),
     "TP 2 x PP 2, swaps": (swaps, KINDS["TP 2 x PP 2"]),
     "by layer": (by_layer,),

@@ -135,6 +135,11 @@ class CodedReferencePages:
         return units[..., :4] | units[..., 4:] << 4 if depth == 8 else units
 
 
+def reference_pages(arena: Tensor, geometry: KVGeometry) -> ReferencePages | CodedReferencePages:
+    """Of KV as ``geometry`` keeps it."""
+    return (CodedReferencePages if geometry.code_depth else ReferencePages)(arena, geometry)
+
+
 class ReferenceAttention:
     """A :class:`~memserve.model.attention.context.StepAttention` over :class:`ReferencePages`."""
 
