@@ -399,7 +399,7 @@ def a_worker_that_fails_ends_the_instance() -> bool:
 
 def real_processes() -> bool:
     """The start, with a process for each worker and gloo between them: the least room of all, steps, swaps, the end of
-    the lines; then one that is killed."""
+    the lines; with KV in codes; then one that is killed."""
     import dataclasses
     import signal
     import tempfile
@@ -413,11 +413,12 @@ def real_processes() -> bool:
     from memserve.model.loading.loader import load_model
     from memserve.model.workers.gpu_processes import GpuWorkers
     from memserve.model.workers.processes import WorkersBroken
-    from tiny_models import Driver, greedy_tokens, prompt, save_folder, sequence
+    from tiny_models import Driver, greedy_tokens, loaded, prompt, save_folder, sequence
 
-    gpu_worker_process.install()
     parallel = Parallel(2, 2)
     module = _module(parallel)
+    coded = _coded_steps(Driver(loaded(_module(parallel), kv_dtype="int8")))
+    gpu_worker_process.install()
     with tempfile.TemporaryDirectory() as folder:
         options = EngineOptions(
             model=str(save_folder(module, Path(folder) / "tiny")), dtype="float32", threads=1, parallel=parallel,
@@ -425,7 +426,7 @@ def real_processes() -> bool:
         )  # fmt: skip
 
         def started(asked: Any = options) -> tuple[Any, Any, Any]:
-            model = load_model(asked.model, "float32", "cpu", on_host=True)
+            model = load_model(asked.model, "float32", "cpu", on_host=True).keep_kv_as(asked.kv_dtype)
             workers = GpuWorkers(asked, model, FakeGpu())
             geometry = model.geometry
             kv_bytes = workers.kv_bytes()
@@ -447,6 +448,11 @@ def real_processes() -> bool:
         assert meeting.is_dir()
         device.close()
         assert [process.returncode for process in workers._processes] == [0, 0, 0] and not meeting.exists()
+
+        _, device, _ = started(dataclasses.replace(options, parallel=Parallel(2), kv_dtype="int8"))
+        driver.steps, driver.device = 0, device
+        assert _coded_steps(driver) == coded
+        device.close()
 
         workers, device, _ = started(dataclasses.replace(options, parallel=Parallel(1, 3)))
         driver.steps, driver.device = 0, device
