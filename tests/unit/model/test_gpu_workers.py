@@ -77,30 +77,14 @@ def chunks_and_decodes(parallel: Parallel, graphs: bool) -> bool:
     return True
 
 
-def _coded_steps(driver: Any) -> list[int]:
-    """Two chunks, decodes, out to DRAM while another sequence takes the blocks, back elsewhere."""
-    from memserve.base.types import CopyBlocks, SamplingParams, Tier
-    from memserve.instance.events import OpenSequence
-    from tiny_models import prompt, sequence
-
-    tokens, intruder = prompt(50, 8), prompt(40, 9)
-    driver.step([(0, 0, 37, ())], open=[sequence(0, tokens, [1, 2])])
-    got = driver.step([(0, 37, 13, (0,))]).tokens + driver.decode(0, 50, 2)
-    out = CopyBlocks(Tier.HBM, Tier.DRAM, [1, 2], [6, 0])
-    driver.step([(1, 0, 40, ())], close=[0], copies=[out], open=[sequence(1, intruder, [2, 1])])
-    back = CopyBlocks(Tier.DRAM, Tier.HBM, [6, 0], [11, 10])
-    known = np.concatenate([tokens, got]).astype(np.int32)
-    resumed = OpenSequence(5, known, 50, 0, SamplingParams(temperature=0), [11, 10])
-    return got + driver.step([(5, 52, 1, (5,))], copies=[back], open=[resumed]).tokens + driver.decode(5, 53, 2)
-
-
 def codes(parallel: Parallel, kv_dtype: str) -> bool:
     """KV in codes: the tokens of a CPU's device, step by step."""
+    from gpu_parts import swapped_steps
     from tiny_models import Driver, loaded
 
-    expected = _coded_steps(Driver(loaded(_module(parallel), kv_dtype=kv_dtype)))
+    expected = swapped_steps(Driver(loaded(_module(parallel), kv_dtype=kv_dtype)))
     with _together(parallel, graphs=True, kv_dtype=kv_dtype) as instance:
-        assert _coded_steps(instance.driver) == expected
+        assert swapped_steps(instance.driver) == expected
     return True
 
 
@@ -408,6 +392,7 @@ def real_processes() -> bool:
 
     import gpu_worker_process
     from fake_gpu import FakeGpu
+    from gpu_parts import swapped_steps
     from memserve.base.config import EngineOptions, SchedulerConfig
     from memserve.base.errors import UserError
     from memserve.model.loading.loader import load_model
@@ -417,7 +402,7 @@ def real_processes() -> bool:
 
     parallel = Parallel(2, 2)
     module = _module(parallel)
-    coded = _coded_steps(Driver(loaded(_module(parallel), kv_dtype="int8")))
+    coded = swapped_steps(Driver(loaded(_module(parallel), kv_dtype="int8")))
     gpu_worker_process.install()
     with tempfile.TemporaryDirectory() as folder:
         options = EngineOptions(
@@ -451,7 +436,7 @@ def real_processes() -> bool:
 
         _, device, _ = started(dataclasses.replace(options, parallel=Parallel(2), kv_dtype="int8"))
         driver.steps, driver.device = 0, device
-        assert _coded_steps(driver) == coded
+        assert swapped_steps(driver) == coded
         device.close()
 
         workers, device, _ = started(dataclasses.replace(options, parallel=Parallel(1, 3)))
