@@ -11,7 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from memserve.model.attention.triton_codes import load_keys, load_scales, load_values, store_keys, store_maxima, store_values
+from memserve.model.attention.triton_codes import (
+    load_keys,
+    load_scales,
+    load_values,
+    store_keys,
+    store_maxima,
+    store_values,
+)
 
 NEVER = tl.constexpr(-1.0e30)  # the running maximum before any key was seen; finite, so that differences are not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x * LOG2_E)

@@ -49,7 +49,7 @@ CASES = {
     **{f"{codes} of any number": ("float32", 1, 2, 2, 64, 40, 16, [13], [29], {"codes": codes, "odd": True})
        for codes in ("int8", "fp8", "int4")},
 }  # fmt: skip
-"""``codes``: what KV is kept as; ``odd``: KV has ties, infinities and what is no number, and only bytes are compared."""
+"""``codes``: what KV is kept as; ``odd``: KV has ties, infinities and no numbers, and bytes alone are compared."""
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 
 
@@ -212,7 +212,17 @@ def compile_kernels() -> None:
         kernel, signature = getattr(triton_kernels, name, None) or getattr(triton_bytes, name), {}
         for arg in kernel.arg_names:
             is_word = arg == "arena" and constants.get("CODES")
-            pointer = "*i32" if is_word else "*bf16" if arg in bf16 else "*fp32" if arg in fp32 else "*i64" if arg in wide else "*i32"
+            pointer = (
+                "*i32"
+                if is_word
+                else "*bf16"
+                if arg in bf16
+                else "*fp32"
+                if arg in fp32
+                else "*i64"
+                if arg in wide
+                else "*i32"
+            )
             plain = arg in ("layer", "window", "chunk", "table_stride", "words") or arg.endswith(("_token", "_head"))
             number = "fp32" if arg in scalars else "i64" if arg == "golden" else "i32" if plain else pointer
             signature[arg] = "constexpr" if arg in constants else number
