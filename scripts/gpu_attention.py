@@ -66,12 +66,8 @@ class Step:
         self.batch = TritonBatch(
             self.arena, geometry, StepRows(self.tables, np.arange(rows, dtype=np.int32), starts, contexts)
         )
-        if codes := self.batch.code_constants():
-            words = self.arena.random_(0, 256).view(torch.int32).view(-1, self.batch.shape_constants()["HEAD"])
-            maxima = words[:, int(codes["DK_MAXIMA"]) :]
-            maxima.copy_(
-                (torch.rand_like(maxima, dtype=torch.float32) + 0.5).bfloat16().view(torch.int16).int() * 65537
-            )
+        if geometry.code_depth:
+            self._draw_codes()
         else:
             self.arena.view(dtype).normal_()
         tokens = rows * count
@@ -84,6 +80,14 @@ class Step:
         self.v = draw(geometry.num_kv_heads, geometry.head_dim_v)
         self.out = torch.empty(tokens, heads, geometry.head_dim_v, dtype=dtype, device=device)
         self.scale = geometry.head_dim_k**-0.5
+
+    def _draw_codes(self) -> None:
+        """Any codes but those that are no numbers in e4m3; maxima about 1."""
+        sizes, codes = self.batch.shape_constants(), self.batch.code_constants()
+        words = self.arena.random_(0, 256).bitwise_and_(0xFE).view(torch.int32).view(-1, sizes["HEAD"])
+        maxima = words[:, int(codes["DK_MAXIMA"]) :]
+        bits = (torch.rand_like(maxima, dtype=torch.float32) + 0.5).bfloat16().view(torch.int16).int()
+        maxima.copy_(bits | bits << 16)
 
     def run(self, layer: int = 0, **options: object) -> torch.Tensor:
         attend(self.batch, layer, self.q, self.k, self.v, self.out, self.scale, **options)
