@@ -160,6 +160,67 @@ def block_values(places, written, DV: tl.constexpr, DV_PAD: tl.constexpr):
     return tl.load(places[:, None] + dv[None, :], mask=written[:, None] & (dv < DV)[None, :], other=0.0)
 
 
+@triton.jit
+def coded_keys(
+    arena, table, index, stop, layer, kv_head, page, t, inside,
+    STRIDE: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, BLOCK: tl.constexpr,
+    DK_PAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
+    CODES: tl.constexpr, DEPTH: tl.constexpr, MAXIMA: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As :func:`block_keys`, of pages of codes, float32. ``page``, ``t``: of each key where its page begins, and which
+    of its tokens it is."""
+    pair_page, number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD, BLOCK_PAD // 2, BLOCKS)
+    pair = tl.arange(0, BLOCKS * BLOCK_PAD // 2) % (BLOCK_PAD // 2)
+    scales = load_scales(arena + pair_page + MAXIMA, pair, (number < stop) & (pair * 2 < BLOCK), CODES, DK, BLOCK,
+                         DK_PAD // WIDTH, WIDTH)  # fmt: skip
+    return load_keys(arena + page, t, inside, scales, CODES, DEPTH, DK, BLOCK, DK_PAD)
+
+
+@triton.jit
+def coded_values(
+    arena, table, index, stop, layer, kv_head, written,
+    STRIDE: tl.constexpr, HEAD: tl.constexpr, KV_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    DV_PAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
+    CODES: tl.constexpr, DEPTH: tl.constexpr, VALUES: tl.constexpr, MAXIMA: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As :func:`block_values`, of pages of codes, float32."""
+    pair_page, number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD, BLOCK_PAD // 2, BLOCKS)
+    pair = tl.arange(0, BLOCKS * BLOCK_PAD // 2) % (BLOCK_PAD // 2)
+    scales = load_scales(arena + pair_page + MAXIMA, pair, (number < stop) & (pair * 2 < BLOCK), CODES, DV, BLOCK,
+                         DV_PAD // WIDTH, WIDTH)  # fmt: skip
+    scales = tl.where(written[None, :], scales, 0.0)
+    page, number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD, BLOCK_PAD // DEPTH, BLOCKS)
+    unit = tl.arange(0, BLOCKS * BLOCK_PAD // DEPTH) % (BLOCK_PAD // DEPTH)
+    inside = (number < stop) & (unit * DEPTH < BLOCK)
+    return load_values(arena + page + VALUES, unit, inside, scales, CODES, DEPTH, DV, DV_PAD)
+
+
+@triton.jit
+def tokens_of_tile(tile_rows, tile_firsts, q_starts, contexts, tile, GROUP: tl.constexpr, M: tl.constexpr):
+    """A tile's row; of its queries ``[M]`` the token, the position, and whether there is one; the first and the last
+    position."""
+    TOKENS: tl.constexpr = M // GROUP
+    row = tl.load(tile_rows + tile)
+    first = tl.load(tile_firsts + tile)
+    end = tl.load(q_starts + row + 1)
+    shift = tl.load(contexts + row) - end  # a token's position is its place in the batch plus this
+    m = tl.arange(0, M)
+    tokens = (first + m // GROUP).to(tl.int64)
+    live = (m < TOKENS * GROUP) & (tokens < end)
+    return row, tokens, tokens + shift, live, first + shift, tl.minimum(first + TOKENS, end) - 1 + shift
+
+
+@triton.jit
+def begin_sums(sinks, heads, live, split, M: tl.constexpr, SINKS: tl.constexpr):
+    """The running maximum and the denominator ``[M]``, before any key."""
+    top = tl.full([M], NEVER, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if SINKS:  # one more logit in the denominator, counted once: in the first split
+        top = tl.where(split == 0, tl.load(sinks + heads, mask=live, other=0.0) * LOG2_E, top)
+        total = tl.where(split == 0, total + 1.0, total)
+    return top, total
+
+
 @triton.jit(do_not_specialize=VARYING)
 def attend_tile(
     arena, tables, table_stride, table_rows, q_starts, contexts, tile_rows, tile_firsts,
@@ -174,61 +235,38 @@ def attend_tile(
 ):  # fmt: skip
     """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
     a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, each contiguous: one
-    alone has too few bytes on their way to hide how long memory takes."""
+    alone has too few bytes on their way to hide how long memory takes. ``CODES``: "", or what KV is kept as."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = tl.load(tile_rows + tile)
-    first = tl.load(tile_firsts + tile)
-    end = tl.load(q_starts + row + 1)
-    shift = tl.load(contexts + row) - end  # a token's position is its place in the batch plus this
-    TOKENS: tl.constexpr = M // GROUP
-    m = tl.arange(0, M)
-    tokens = (first + m // GROUP).to(tl.int64)
-    heads = kv_head * GROUP + m % GROUP
-    live = (m < TOKENS * GROUP) & (tokens < end)
-    positions = tokens + shift
-    last = tl.minimum(first + TOKENS, end) - 1 + shift
-
+    row, tokens, positions, live, first, last = tokens_of_tile(
+        tile_rows, tile_firsts, q_starts, contexts, tile, GROUP, M
+    )
+    heads = kv_head * GROUP + tl.arange(0, M) % GROUP
     dv = tl.arange(0, DV_PAD)
     queries = tile_queries(q + tokens * q_token + heads * q_head, live, DK, DK_PAD, WIDE)
-    top = tl.full([M], NEVER, tl.float32)
-    total = tl.zeros([M], tl.float32)
-    if SINKS:  # one more logit in the denominator, counted once: in the first split
-        top = tl.where(split == 0, tl.load(sinks + heads, mask=live, other=0.0) * LOG2_E, top)
-        total = tl.where(split == 0, total + 1.0, total)
+    top, total = begin_sums(sinks, heads, live, split, M, SINKS)
     acc = tl.zeros([M, DV_PAD], tl.float32)
 
-    begin, stop = run_of_blocks(first + shift, last, window, chunk, split, BLOCK, SPLITS, WINDOW, CHUNK)
+    begin, stop = run_of_blocks(first, last, window, chunk, split, BLOCK, SPLITS, WINDOW, CHUNK)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     t = tl.arange(0, BLOCKS * BLOCK_PAD) % BLOCK_PAD
-    pair = tl.arange(0, BLOCKS * BLOCK_PAD // 2) % (BLOCK_PAD // 2)
-    unit = tl.arange(0, BLOCKS * BLOCK_PAD // DEPTH) % (BLOCK_PAD // DEPTH)
     for index in range(begin, stop, BLOCKS):
         page, number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD, BLOCK_PAD, BLOCKS)
         inside, keys = (number < stop) & (t < BLOCK), number * BLOCK + t
-        if CODES != "":
-            pair_page, pair_number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD,
-                                                BLOCK_PAD // 2, BLOCKS)  # fmt: skip
-            pairs_inside = (pair_number < stop) & (pair * 2 < BLOCK)
-            scales = load_scales(arena + pair_page + DK_MAXIMA, pair, pairs_inside, CODES, DK, BLOCK,
-                                 DK_PAD // DK_WIDTH, DK_WIDTH)  # fmt: skip
-            k = load_keys(arena + page, t, inside, scales, CODES, DEPTH, DK, BLOCK, DK_PAD)
-        else:
+        if CODES == "":
             k = block_keys(arena + page + t, inside, DK, BLOCK, DK_PAD)
+        else:
+            k = coded_keys(arena, table, index, stop, layer, kv_head, page, t, inside, STRIDE, HEAD, KV_HEADS, DK,
+                           BLOCK, DK_PAD, BLOCK_PAD, BLOCKS, CODES, DEPTH, DK_MAXIMA, DK_WIDTH)  # fmt: skip
         score, visible = block_scores(queries, k, keys, inside, positions, live, scale, window, chunk, softcap,
                                       WINDOW, CHUNK, SOFTCAP)  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(visible, tl.exp2(score - higher[:, None]), 0.0)
         fade = tl.exp2(top - higher)
-        if CODES != "":
-            unit_page, unit_number = pages_from(table, index, stop, layer, kv_head, STRIDE, KV_HEADS, HEAD,
-                                                BLOCK_PAD // DEPTH, BLOCKS)  # fmt: skip
-            scales = load_scales(arena + pair_page + DV_MAXIMA, pair, pairs_inside, CODES, DV, BLOCK,
-                                 DV_PAD // DV_WIDTH, DV_WIDTH)  # fmt: skip
-            scales = tl.where((keys <= last)[None, :], scales, 0.0)  # as of block_values
-            v = load_values(arena + unit_page + VALUES, unit, (unit_number < stop) & (unit * DEPTH < BLOCK), scales,
-                            CODES, DEPTH, DV, DV_PAD)  # fmt: skip
-        else:
+        if CODES == "":
             v = block_values(arena + page + (BLOCK * DK + t * DV), inside & (keys <= last), DV, DV_PAD)
+        else:
+            v = coded_values(arena, table, index, stop, layer, kv_head, keys <= last, STRIDE, HEAD, KV_HEADS, DV, BLOCK,
+                             DV_PAD, BLOCK_PAD, BLOCKS, CODES, DEPTH, VALUES, DV_MAXIMA, DV_WIDTH)  # fmt: skip
         v = v.to(queries.dtype)
         acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, 1)
