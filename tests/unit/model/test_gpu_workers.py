@@ -521,7 +521,6 @@ THREADS = {
     "TP 2 x PP 2, in flight": (plans_in_flight, KINDS["TP 2 x PP 2"], False),
     "TP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2"], True),
     "TP 2 x PP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2 x PP 2"], False),
-    "TP 2, codes of int8": (codes, KINDS["TP 2"], "int8"),
     "TP 3, codes of int4": (codes, KINDS["TP 3"], "int4"),
     "TP 2 x PP 2, codes of fp8": (codes, KINDS["TP 2 x PP 2"], "fp8"),
     "TP 3, swaps": (swaps, KINDS["TP 3"]),

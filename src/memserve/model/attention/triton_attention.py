@@ -208,8 +208,7 @@ def attend(
     strides but a contiguous last dimension. Query ``i`` of a row sits at position ``context - count + i``; head ``h``
     reads KV head ``h // (H / Hkv)``. ``window`` > 0: only the last ``window`` positions, its own included; ``chunk``
     > 0: only those of its chunk of so many. ``softcap`` > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``,
-    one more logit per head, in the denominator only.
-    Sums are float32.
+    one more logit per head, in the denominator only. Sums are float32. Pages of codes get the bytes that a CPU writes.
     """
     kernels = _kernels()
     check(q.shape[0] == batch.tokens, f"q has {q.shape[0]} rows, the batch {batch.tokens}")
@@ -230,6 +229,7 @@ def attend(
         stats = torch.empty((batch.tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
     block_pad = _power_of_two(16, g.block_tokens)
     load_bytes, stages, warps = _DECODE_LOADS if m < _PREFILL_ROWS else _PREFILL_LOADS
+    # of codes as many keys at a time, in fewer bytes: they are as many numbers in registers
     blocks = max(1, load_bytes // (max(shape["DK_PAD"], shape["DV_PAD"]) * q.element_size() * block_pad))
     stage_bytes = blocks * block_pad * (shape["DK_PAD"] + shape["DV_PAD"]) * q.element_size()
     stages = max(2, min(stages, _shared_bytes(batch.device) // stage_bytes))
