@@ -172,7 +172,7 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> tuple[float,
 
 
 def compile_kernels(mode: str) -> None:
-    """Compile for compute capabilities 8.0, 9.0 and 10.0, or kernels of codes for one each of two (needs no device). Print of
+    """Compile for compute capabilities 8.0, 9.0 and 10.0, or kernels of codes for two (needs no device); print of
     each tensor core calls, wide loads, and products that are fused with a sum, or take what is small for zero."""
     import torch
     import triton
