@@ -33,6 +33,7 @@ from typing import IO
 
 from gpu_report import (
     BROKE,
+    CODED,
     DONE,
     KINDS,
     NO_DEVICE,
@@ -52,6 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
     "native": "gpu_check:native", "device": "gpu_check:device",
     "kernels": "gpu_attention:kernels", "engine": "gpu_serving:one_engine", "cluster": "gpu_serving:clusters",
+    **{kind: f"gpu_attention:codes:{kind}" for kind in CODED}, "coded": "gpu_serving:coded",
     "graphs": "gpu_serving:graphs", "tiers": "gpu_serving:tiers", "seals": "gpu_bytes:seals",
     **{kind: f"gpu_serving:one_kind:{kind}" for kind in KINDS}, "workers": "gpu_serving:workers",
     "8b": "gpu_models:eight_b", "copies": "gpu_bytes:copies", "pull": "gpu_bytes:pull", "vllm": "gpu_vllm:staged",

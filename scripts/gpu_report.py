@@ -34,6 +34,14 @@ KINDS: dict[str, tuple[str, dict[str, int]]] = {
 """Kinds of models beside Llama's: the family, and sizes that differ from its tiny model's."""
 
 
+CODED = {
+    "int8": "attention of a decode, a byte a value",
+    "fp8": "attention of a decode, a byte a value",
+    "int4": "attention of a decode, half a byte a value",
+}
+"""Kinds of KV in codes, and the target that decodes with them have."""
+
+
 class NotRun(Exception):
     """A part, or the rest of it, cannot run here: its message says why."""
 
@@ -67,6 +75,8 @@ TARGETS = {
     "decode of an 8B, 128 sequences": Target("8b", 0.5, "what copy bandwidth allows"),
     "prefill of an 8B": Target("8b", 0.5, "the matrix product that torch reaches in bfloat16"),
     "attention of a decode": Target("attention", 0.8, "copy bandwidth"),
+    "attention of a decode, a byte a value": Target("attention", 0.6, "copy bandwidth"),
+    "attention of a decode, half a byte a value": Target("attention", 0.4, "copy bandwidth"),
     "copies between HBM and DRAM": Target("copies", 0.8, "one large copy in that direction"),
     "pull between two processes": Target("pull", 0.5, "copy bandwidth"),
 }

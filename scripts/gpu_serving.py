@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gpu_attention import ROOT
-from gpu_report import KINDS, NotRun, Row, has_device, need_device
+from gpu_report import CODED, KINDS, NotRun, Row, has_device, need_device
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -154,6 +154,21 @@ def tiers() -> Iterator[Row]:
         yield compared("KV by layer", tokens_got)
         hidden = {"hidden_share": layers.link.hidden_share}
         yield {"what": "prompts began by layer", "ok": layers.begun > 0, "times": layers.begun, **hidden}
+
+
+def coded() -> Iterator[Row]:
+    """KV of a byte or less, alone and at once, too little of it: the tokens of an engine on the CPU, which rounds the
+    same. A number whose last bits differ there may have another code, so that one answer may differ."""
+    for kind in CODED:
+        with engine(kv_dtype=kind, device="cpu") as llm:
+            block, expected = llm.model.geometry.block_bytes, answers(llm, at_once=False)
+        small = {"kv_memory": SWAPPED_BLOCKS * block, "dram_memory": "16MiB", "preemption": "swap"}
+        for title, at_once, options in (("one after the other", False, {}), ("too little memory", True, small)):
+            with engine(kv_dtype=kind, **options) as llm:
+                pairs = zip(answers(llm, at_once=at_once), expected, strict=True)
+                equal, swaps = sum(answer == right for answer, right in pairs), llm.stats().instance.preemptions_swap
+            row = {"what": f"{kind}, {title}", "equal": f"{equal} of {PROMPTS}", "swaps": swaps}
+            yield row | {"ok": equal >= PROMPTS - 1 and (swaps > 0) == at_once}
 
 
 def workers() -> Iterator[Row]:

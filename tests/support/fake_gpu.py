@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fake_driver import device_zeros
 from memserve.model.attention import triton_attention
 from memserve.model.attention.context import StepRows
-from memserve.model.attention.reference import ReferenceAttention, ReferencePages
+from memserve.model.attention.reference import ReferenceAttention, reference_pages
 
 UNIT_BYTES = 64
 NOT_THERE = -77
@@ -219,9 +219,9 @@ def _by_reference(
     scale, window, softcap, sinks, _, chunk = how
     arena = batch.arena.view(torch.uint8)
     memory = torch.empty(0, dtype=torch.uint8).set_(arena.untyped_storage())[arena.storage_offset() :]
-    stride, size = batch.shape_constants()["STRIDE"] * batch.geometry.itemsize, batch.geometry.block_bytes
+    stride, size = batch.shape_constants()["STRIDE"] * batch.arena.element_size(), batch.geometry.block_bytes
     blocks = memory.as_strided(((len(memory) - size) // stride + 1, size), (stride, 1), memory.storage_offset())
-    pages = ReferencePages(blocks, batch.geometry)
+    pages = reference_pages(blocks, batch.geometry)
     rows = StepRows(*(part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts)))
     by_head = (x.transpose(0, 1)[None] for x in (q, k, v))
     attention = ReferenceAttention(pages, rows)

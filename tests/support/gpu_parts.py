@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing import Pipe
 from typing import Any
 
+import numpy as np
 import torch
 
 from fake_driver import FakeDriver
@@ -17,7 +18,8 @@ from fake_gpu import FakeCommunicator, FakeGpu, FakeWorld
 from memserve import _core
 from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.kv_layout import Parallel, Share, shares
-from memserve.base.types import KVGeometry
+from memserve.base.types import CopyBlocks, KVGeometry, Tier
+from memserve.instance.events import OpenSequence
 from memserve.model.attention.backends import TritonAttention
 from memserve.model.forward import EagerForward
 from memserve.model.gpu.device import GpuDevice
@@ -27,7 +29,7 @@ from memserve.model.workers.processes import Processes
 from memserve.model.workers.sharding import shard
 from memserve.transport.links.gpu_memory import ArenaParts, GpuMemory, MappedMemory, WorkerMemory, shard_place
 from memserve.transport.ranges import Ranges, cut_pieces, shard_of
-from tiny_models import CONTEXT_TOKENS, Driver, loaded
+from tiny_models import CONTEXT_TOKENS, GREEDY, Driver, loaded, prompt, sequence
 
 
 class Watched(TritonAttention):
@@ -148,12 +150,13 @@ class Together:
         dram_blocks: int = 8,
         limit_s: float = 60.0,
         graphs: bool = False,
+        kv_dtype: str = "auto",
         prepare: Callable[[int, FakeGpu], object] = lambda rank, gpu: None,
     ) -> None:
         """``prepare`` gets each worker's rank and GPU before anything runs there."""
         self.world, self.errors, self._parallel = FakeWorld(limit_s), [], parallel
-        model = loaded(copy.deepcopy(module))
-        self.geometry = model.geometry
+        model = loaded(copy.deepcopy(module), kv_dtype=kv_dtype)
+        self._kv_dtype, self.geometry = kv_dtype, model.geometry
         self.config = InstanceConfig(
             CONTEXT_TOKENS, pool=PoolConfig(blocks, dram_blocks), scheduler=SchedulerConfig(max_running=8)
         )
@@ -210,7 +213,7 @@ class Together:
 
     def _make(self, module: Any, share: Share, graphs: bool) -> None:
         try:
-            model, gpu = loaded(copy.deepcopy(module)), self.gpus[share.rank]
+            model, gpu = loaded(copy.deepcopy(module), kv_dtype=self._kv_dtype), self.gpus[share.rank]
             with gpu.compute.use():
                 vocabularies = shard(model.module, share, model.geometry)
                 crew = GpuWorkerGroup(
@@ -240,3 +243,17 @@ class Together:
         except BaseException as error:
             self.errors.append(error)
             self.world.end(f"{type(error).__name__}: {error}")
+
+
+def swapped_steps(driver: Any) -> list[int]:
+    """Two chunks, a decode, out to DRAM (blocks 6 and 0) while another sequence takes the blocks, back elsewhere, two
+    decodes: the tokens that are drawn."""
+    tokens, intruder = prompt(37, 8), prompt(34, 9)
+    driver.step([(0, 0, 33, ())], open=[sequence(0, tokens, [1, 2])])
+    got = driver.step([(0, 33, 4, (0,))]).tokens + driver.decode(0, 37, 1)
+    out = CopyBlocks(Tier.HBM, Tier.DRAM, [1, 2], [6, 0])
+    driver.step([(1, 0, 34, ())], close=[0], copies=[out], open=[sequence(1, intruder, [2, 1])])
+    back = CopyBlocks(Tier.DRAM, Tier.HBM, [6, 0], [11, 10])
+    known = np.concatenate([tokens, got]).astype(np.int32)
+    resumed = OpenSequence(5, known, 37, 0, GREEDY, [11, 10])
+    return got + driver.step([(5, 38, 1, (5,))], copies=[back], open=[resumed]).tokens + driver.decode(5, 39, 1)

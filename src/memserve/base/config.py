@@ -460,8 +460,7 @@ class EngineOptions:
     it belongs into a store (``--ssd``). For CPUs. None: the second tier ends with DRAM."""
     kv_dtype: str = option(AS_COMPUTED, vllm="kv_cache_dtype")
     """How KV lies in both tiers. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3), ``int4``: rounded when it is
-    computed, to codes of a byte or half a byte; answers may differ, and requests with ``exact`` are refused. For
-    CPUs."""
+    computed, to codes of a byte or half a byte; answers may differ, and requests with ``exact`` are refused."""
     kv_lower_dtype: str = option(AS_COMPUTED)
     """The same for the second tier alone: attention reads KV as it was computed, and what moves to DRAM is rounded on
     its way. ``auto``: as in the first tier."""
@@ -554,7 +553,7 @@ class EngineOptions:
         """
         check(geometry.kv_dtype == self.kv_dtype, "a geometry of another KV dtype than the options'")
         lower = self.kv_lower_dtype if self.kv_lower_dtype != geometry.kv_dtype else AS_COMPUTED
-        check_tiers(self.scheduler.layerwise, (geometry.kv_dtype, lower), self.lower_bytes, on_gpu=on_gpu)
+        check_tiers(self.scheduler.layerwise, lower, self.lower_bytes, on_gpu=on_gpu)
         check_coded(geometry, lower)
         self._check_folder(on_gpu=on_gpu, rounds=lower != AS_COMPUTED)
         rounded = f"|kv {geometry.kv_dtype}" * (geometry.kv_dtype != AS_COMPUTED) + f"|{lower}" * (lower != AS_COMPUTED)

@@ -69,16 +69,13 @@ def check_coded(geometry: KVGeometry, lower_dtype: str) -> None:
         raise UserError(text, hint=hint, param="block_tokens")
 
 
-def check_tiers(layerwise: str, dtypes: tuple[str, str], dram_memory_bytes: int, *, on_gpu: bool) -> None:
-    """Raises :class:`UserError` for what needs a second tier, or a CPU. ``dtypes``: of KV in the first tier and the
-    second."""
+def check_tiers(layerwise: str, lower_dtype: str, dram_memory_bytes: int, *, on_gpu: bool) -> None:
+    """Raises :class:`UserError` for what needs a second tier, or a CPU. ``lower_dtype``: of KV in the second tier,
+    where that is another one."""
     if layerwise != "off" and not dram_memory_bytes:
         hint = "for example --dram-memory 2GiB, or --layerwise off"
         raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
-    if dtypes[0] != AS_COMPUTED and on_gpu:
-        hint = "leave out --kv-dtype, or use --device cpu"
-        raise UserError(f"KV as {dtypes[0]} is for CPUs so far", hint=hint, param="kv_dtype")
-    if dtypes[1] != AS_COMPUTED and on_gpu:
+    if lower_dtype != AS_COMPUTED and on_gpu:
         hint = "leave out --kv-lower-dtype, or use --device cpu"
         raise UserError("a lower tier with a dtype of its own is for CPUs so far", hint=hint, param="kv_lower_dtype")
 

@@ -373,7 +373,8 @@ _SIZE_MAX = 1 << 20
 _UNIT_BITS = 32
 _MAXIMUM_BYTES = 2
 _HEAD_ALIGN = 64
-_INT4_GROUP = 32
+INT4_GROUP = 32
+"""Elements that one maximum of int4 is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +433,7 @@ class KVGeometry:
 
     def code_groups(self, head_dim: int) -> int:
         """Groups with a maximum each, of ``head_dim`` elements of one token's K or V."""
-        return -(-head_dim // _INT4_GROUP) if self.kv_dtype == "int4" else min(1, head_dim)
+        return -(-head_dim // INT4_GROUP) if self.kv_dtype == "int4" else min(1, head_dim)
 
     @property
     def head_bytes(self) -> int:

@@ -28,13 +28,15 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     from memserve.model.gpu.device import GpuDevice
     from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module
 
-    model, gpu = loaded(tiny_module(family)), options.pop("gpu", None) or FakeGpu()
+    gpu = options.pop("gpu", None) or FakeGpu()
+    module = tiny_module(family, **options.pop("sizes", {}))
+    model = loaded(module, kv_dtype=options.pop("kv_dtype", "auto"))
     layers = model.geometry.num_layers
 
     class Watched(TritonAttention):
         def run_attention(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
             batch, bytes_of = self.batch, self.batch.arena.view(__import__("torch").uint8)
-            block_bytes = batch.shape_constants()["STRIDE"] * batch.geometry.itemsize
+            block_bytes = batch.shape_constants()["STRIDE"] * batch.arena.element_size()
             page_bytes = batch.geometry.page_bytes
             contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
             for row, context in enumerate(contexts):
@@ -99,6 +101,20 @@ def chunks_and_decodes(graphs: bool = False, family: str = "llama") -> bool:
     return True
 
 
+def codes(kv_dtype: str) -> bool:
+    """KV of a byte or less: the tokens of a CPU's device, step by step, and in DRAM its bytes."""
+    from gpu_parts import swapped_steps
+    from tiny_models import Driver, loaded, tiny_module
+
+    sizes = {"num_hidden_layers": 1}  # interpreting takes long
+    on_cpu = Driver(loaded(tiny_module("llama", **sizes), kv_dtype=kv_dtype))
+    on_gpu = _driver(kv_dtype=kv_dtype, sizes=sizes)
+    assert swapped_steps(on_gpu) == swapped_steps(on_cpu)
+    pages = [driver.device._arenas.dram[[6, 0], : on_cpu.geometry.page_bytes] for driver in (on_gpu, on_cpu)]
+    assert (pages[0] == pages[1]).all() and pages[0].any()
+    return True
+
+
 def states_and_their_snapshots(family: str = "qwen3_5") -> bool:
     """Prompts in pieces beside decodes, each with its state; a snapshot inside of a row, from which another slot goes
     on, with plans in flight; the host's books say where each state is."""
@@ -132,6 +148,24 @@ def states_and_their_snapshots(family: str = "qwen3_5") -> bool:
     except InvariantError:
         return True
     raise AssertionError("a row begins where its state is not")
+
+
+def graphs_of_codes() -> bool:
+    """Decodes in graphs, side by side, rows of padding beside them: the tokens of a CPU's device."""
+    from tiny_models import Driver, loaded, prompt, sequence, tiny_module
+
+    def tokens_of(driver: Any) -> list[int]:
+        opened = [sequence(slot, prompt(31 + slot, slot), [2 * slot, 2 * slot + 1]) for slot in range(3)]
+        got = driver.step([(slot, 0, 31 + slot, (slot,)) for slot in range(3)], open=opened).tokens
+        for step in range(3):
+            got += driver.step([(slot, 31 + slot + step, 1, (slot,)) for slot in range(3)]).tokens
+        return got
+
+    driver = _driver(kv_dtype="int4")
+    driver.device.capture_graphs()
+    assert tokens_of(driver) == tokens_of(Driver(loaded(tiny_module("llama"), kv_dtype="int4")))
+    assert sum(graph.replays for graph in driver.gpu.graphs) == 3
+    return True
 
 
 def two_plans_in_flight() -> bool:
@@ -256,18 +290,23 @@ def the_checker_sees_a_missing_event() -> bool:
     return True
 
 
-def by_layer() -> bool:
+def by_layer(kv_dtype: str = "auto") -> bool:
     """Layers of a prompt in DRAM, passing through HBM in each step: tokens of all-resident, and no race."""
     from memserve.instance.events import PlaceByLayer
-    from tiny_models import greedy_tokens, prompt, sequence, tiny_module
+    from tiny_models import Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
-    tokens, driver = prompt(70, 3), _driver()
-    opened = sequence(0, tokens, [20, 21, 22])
+    def computed(driver: Any, **parts: Any) -> tuple[list[int], Any]:
+        got = driver.step([(0, 0, 40, ())], open=[sequence(0, tokens, [20, 21, 22])], **parts).tokens
+        done = driver.step([(0, 40, 30, (0,))])
+        return got + done.tokens + driver.decode(0, 70, 3), done
+
+    tokens, driver = prompt(70, 3), _driver(kv_dtype=kv_dtype)
     order = PlaceByLayer(0, 0, [1, 4, 6], {1: [30]}, ([31], [32]))
-    got = driver.step([(0, 0, 40, ())], open=[opened], place=[order]).tokens
-    done = driver.step([(0, 40, 30, (0,))])
-    got += done.tokens + driver.decode(0, 70, 3)
-    assert got == greedy_tokens(tiny_module("llama"), tokens, 4)
+    got, done = computed(driver, place=[order])
+    resident = greedy_tokens(tiny_module("llama"), tokens, 4)
+    if kv_dtype != "auto":
+        resident, _ = computed(Driver(loaded(tiny_module("llama"), kv_dtype=kv_dtype)))
+    assert got == resident
     page_bytes = driver.device._page_bytes
     assert done.link.down_bytes >= 3 * page_bytes and done.link.up_bytes >= 2 * page_bytes
     assert done.link.busy_ns > 0 and done.link.waited_ns > 0
@@ -477,6 +516,7 @@ SCENARIOS = {
     "graphs with windows and caps": lambda: chunks_and_decodes(graphs=True, family="gemma2"),
     "graphs with layers of two shapes": lambda: chunks_and_decodes(graphs=True, family="gemma4"),
     "chunks of layers that share KV": lambda: chunks_and_decodes(family="gemma3n"),
+    **{f"codes of {kind}": (codes, kind) for kind in ("int8", "fp8", "int4")},
     "states and their snapshots": states_and_their_snapshots,
     "states of scans": lambda: states_and_their_snapshots("falcon_h1"),
     "two plans in flight": two_plans_in_flight,
@@ -485,6 +525,8 @@ SCENARIOS = {
     "swaps beside steps": swaps_beside_steps,
     "the checker sees a missing event": the_checker_sees_a_missing_event,
     "by layer": by_layer,
+    "by layer, codes": lambda: by_layer("int8"),
+    "graphs, codes": (graphs_of_codes,),
     "layers are told when they are written": layers_are_told_when_they_are_written,
     "what the host must know waits": what_the_host_must_know_waits,
     "late draws": late_draws,
@@ -493,7 +535,7 @@ SCENARIOS = {
     "pulls on one host": pulls_on_one_host,
 }
 
-INTERPRETED = ("chunks and decodes", "graphs with windows and caps")
+INTERPRETED = ("chunks and decodes", "graphs with windows and caps", "codes of int8", "codes of fp8", "codes of int4")
 """With Triton's kernels of attention; the others have attention by their oracle."""
 
 

@@ -77,6 +77,17 @@ def chunks_and_decodes(parallel: Parallel, graphs: bool) -> bool:
     return True
 
 
+def codes(parallel: Parallel, kv_dtype: str) -> bool:
+    """KV in codes: the tokens of a CPU's device, step by step."""
+    from gpu_parts import swapped_steps
+    from tiny_models import Driver, loaded
+
+    expected = swapped_steps(Driver(loaded(_module(parallel), kv_dtype=kv_dtype)))
+    with _together(parallel, graphs=True, kv_dtype=kv_dtype) as instance:
+        assert swapped_steps(instance.driver) == expected
+    return True
+
+
 def plans_in_flight(parallel: Parallel, graphs: bool) -> bool:
     """A plan computes what the one before it draws, and no host has seen it; a slot changes hands; then a plan that
     must know it, on all hosts."""
@@ -372,7 +383,7 @@ def a_worker_that_fails_ends_the_instance() -> bool:
 
 def real_processes() -> bool:
     """The start, with a process for each worker and gloo between them: the least room of all, steps, swaps, the end of
-    the lines; then one that is killed."""
+    the lines; with KV in codes; then one that is killed."""
     import dataclasses
     import signal
     import tempfile
@@ -381,16 +392,18 @@ def real_processes() -> bool:
 
     import gpu_worker_process
     from fake_gpu import FakeGpu
+    from gpu_parts import swapped_steps
     from memserve.base.config import EngineOptions, SchedulerConfig
     from memserve.base.errors import UserError
     from memserve.model.loading.loader import load_model
     from memserve.model.workers.gpu_processes import GpuWorkers
     from memserve.model.workers.processes import WorkersBroken
-    from tiny_models import Driver, greedy_tokens, prompt, save_folder, sequence
+    from tiny_models import Driver, greedy_tokens, loaded, prompt, save_folder, sequence
 
-    gpu_worker_process.install()
     parallel = Parallel(2, 2)
     module = _module(parallel)
+    coded = swapped_steps(Driver(loaded(_module(parallel), kv_dtype="int8")))
+    gpu_worker_process.install()
     with tempfile.TemporaryDirectory() as folder:
         options = EngineOptions(
             model=str(save_folder(module, Path(folder) / "tiny")), dtype="float32", threads=1, parallel=parallel,
@@ -398,7 +411,7 @@ def real_processes() -> bool:
         )  # fmt: skip
 
         def started(asked: Any = options) -> tuple[Any, Any, Any]:
-            model = load_model(asked.model, "float32", "cpu", on_host=True)
+            model = load_model(asked.model, "float32", "cpu", on_host=True).keep_kv_as(asked.kv_dtype)
             workers = GpuWorkers(asked, model, FakeGpu())
             geometry = model.geometry
             kv_bytes = workers.kv_bytes()
@@ -420,6 +433,11 @@ def real_processes() -> bool:
         assert meeting.is_dir()
         device.close()
         assert [process.returncode for process in workers._processes] == [0, 0, 0] and not meeting.exists()
+
+        _, device, _ = started(dataclasses.replace(options, parallel=Parallel(2), kv_dtype="int8"))
+        driver.steps, driver.device = 0, device
+        assert swapped_steps(driver) == coded
+        device.close()
 
         workers, device, _ = started(dataclasses.replace(options, parallel=Parallel(1, 3)))
         driver.steps, driver.device = 0, device
@@ -503,6 +521,8 @@ THREADS = {
     "TP 2 x PP 2, in flight": (plans_in_flight, KINDS["TP 2 x PP 2"], False),
     "TP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2"], True),
     "TP 2 x PP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2 x PP 2"], False),
+    "TP 3, codes of int4": (codes, KINDS["TP 3"], "int4"),
+    "TP 2 x PP 2, codes of fp8": (codes, KINDS["TP 2 x PP 2"], "fp8"),
     "TP 3, swaps": (swaps, KINDS["TP 3"]),
     "TP 2 x PP 2, swaps": (swaps, KINDS["TP 2 x PP 2"]),
     "by layer": (by_layer,),

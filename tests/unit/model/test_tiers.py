@@ -114,18 +114,25 @@ def test_impossible_options_are_refused(options: dict[str, object], message: str
 
 
 @pytest.mark.parametrize(
-    ("geometry", "options", "message"),
+    ("geometry", "message"),
     [
-        (SMOLLM2, {"on_gpu": True}, "KV as int8 is for CPUs so far.*leave out --kv-dtype"),
-        (replace(SMOLLM2, block_tokens=8), {}, "int8 does not lie in blocks of 8 tokens.*multiple of 16"),
-        (replace(SMOLLM2, head_dim_v=2048), {}, "heads of 2048 elements have no KV of a byte or less"),
+        (replace(SMOLLM2, block_tokens=8), "int8 does not lie in blocks of 8 tokens.*multiple of 16"),
+        (replace(SMOLLM2, head_dim_v=2048), "heads of 2048 elements have no KV of a byte or less"),
     ],
 )
-def test_coded_kv_that_cannot_be_served_is_refused(
-    geometry: KVGeometry, options: dict[str, bool], message: str
-) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_coded_kv_that_cannot_be_served_is_refused(geometry: KVGeometry, message: str, on_gpu: bool) -> None:
+    options, coded = EngineOptions(kv_dtype="int8"), replace(geometry, kv_dtype="int8")
     with pytest.raises(UserError, match=message):
-        EngineOptions(kv_dtype="int8").instance_config(replace(geometry, kv_dtype="int8"), 8192, "weights", **options)
+        options.instance_config(coded, 8192, "weights", on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES[1:])
+def test_gpu_has_blocks_and_namespace_of_a_cpu(kv_dtype: str) -> None:
+    options = EngineOptions(kv_dtype=kv_dtype, dram_memory_bytes=MIB, scheduler=SchedulerConfig(layerwise="auto"))
+    coded = replace(SMOLLM2, kv_dtype=kv_dtype)
+    on_cpu, on_gpu = (options.instance_config(coded, 8192, "weights", on_gpu=on_gpu) for on_gpu in (False, True))
+    assert on_gpu.namespace == on_cpu.namespace and on_gpu.pool == on_cpu.pool
 
 
 def test_lower_dtype_needs_cpu_and_layerwise_does_not() -> None:

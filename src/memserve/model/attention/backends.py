@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve.base.errors import UserError
-from memserve.base.types import AS_COMPUTED, KVGeometry
+from memserve.base.types import KVGeometry
 from memserve.model.attention.context import BlockSpan, StepAttention, StepRows
-from memserve.model.attention.reference import CodedReferencePages, ReferenceAttention, ReferencePages
+from memserve.model.attention.reference import ReferenceAttention, reference_pages
 from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -276,8 +276,7 @@ def choose_backend(
         base = flat.data_ptr() + span.first_byte + first * (geometry.page_bytes // whole)
         geometry = replace(geometry, num_kv_heads=heads)
         return partial(KernelAttention, base, geometry, whole, block_stride=span.block_bytes)
-    is_coded = geometry.kv_dtype != AS_COMPUTED
-    if flat.device.type == "cuda" and not is_coded and importlib.util.find_spec("triton") is not None:
+    if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         first_layer = 0 if share is None else share.own_layers.start
         return partial(TritonAttention, flat, geometry, first_layer=first_layer, span=span)
     if share is not None and (share.parts > 1 or flat.device.type == "cuda"):
@@ -285,7 +284,7 @@ def choose_backend(
         raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")
     _warn_of_reference(flat.device.type, geometry)
     pages = arena.view(-1, span.block_bytes)[:, span.first_byte : span.first_byte + geometry.block_bytes]
-    return partial(ReferenceAttention, (CodedReferencePages if is_coded else ReferencePages)(pages, geometry))
+    return partial(ReferenceAttention, reference_pages(pages, geometry))
 
 
 @cache  # steps by layer choose anew each time

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memserve.base.types import KVGeometry
+from memserve.base.types import INT4_GROUP, KVGeometry
 from memserve.model.attention.context import StepRows
 
 
@@ -53,7 +53,7 @@ def round_kv(x: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
     """Codes ``[..., D]`` uint8 (int4: the lower half) and maxima ``[..., groups]`` bfloat16 of ``x [..., D]``: the rule
     of ``src/kernels/kv_codes.h``."""
     kind, groups = geometry.kv_dtype, geometry.code_groups(x.shape[-1])
-    width = -(-x.shape[-1] // groups) if groups == 1 else 32
+    width = -(-x.shape[-1] // groups) if groups == 1 else INT4_GROUP
     padded: Any = torch.nn.functional.pad(x.float(), (0, groups * width - x.shape[-1]))
     padded = padded.unflatten(-1, (groups, width))
     magnitudes = padded.abs()
@@ -78,7 +78,7 @@ def values_of(codes: Tensor, maxima: Tensor, geometry: KVGeometry) -> Tensor:
         half = 8 if kind == "int4" else 128
         numbers = (codes.int() + half) % (2 * half) - half
     scales = maxima.float() * torch.tensor(1.0).div(_LARGEST[kind])
-    width = codes.shape[-1] if groups == 1 else 32
+    width = codes.shape[-1] if groups == 1 else INT4_GROUP
     values: Tensor = numbers.float() * scales.repeat_interleave(width, -1)[..., : codes.shape[-1]]
     return values
 
@@ -133,6 +133,11 @@ class CodedReferencePages:
         padded: Any = torch.nn.functional.pad(dense, (0, 0, 0, rows - dense.shape[-2]))
         units: Tensor = padded.unflatten(-2, (-1, depth)).transpose(-1, -2)
         return units[..., :4] | units[..., 4:] << 4 if depth == 8 else units
+
+
+def reference_pages(arena: Tensor, geometry: KVGeometry) -> ReferencePages | CodedReferencePages:
+    """Of KV as ``geometry`` keeps it."""
+    return (CodedReferencePages if geometry.code_depth else ReferencePages)(arena, geometry)
 
 
 class ReferenceAttention:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve.base.errors import UserError, check
-from memserve.base.types import KVGeometry
+from memserve.base.types import INT4_GROUP, KVGeometry
 from memserve.base.units import ceil_div
 from memserve.model.attention.context import BlockSpan, StepRows
 
@@ -120,8 +120,9 @@ class TritonBatch:
     def _see_pages(self, arena: Tensor, geometry: KVGeometry, span: BlockSpan | None) -> None:
         """``span``: where in a block they lie; None: it has no others."""
         span = span or BlockSpan(0, geometry.block_bytes)
-        self.geometry, self._stride = geometry, span.block_bytes // geometry.itemsize
-        self.arena = arena[span.first_byte :].view(getattr(torch, geometry.dtype))
+        kind = torch.int32 if geometry.code_depth else getattr(torch, geometry.dtype)  # codes lie in words
+        self.geometry, self._stride = geometry, span.block_bytes // kind.itemsize
+        self.arena = arena[span.first_byte :].view(kind)
 
     def _upload_arrays(self, *arrays: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """The arrays on the device, sent as one copy: a launch is cheaper than a transfer."""
@@ -162,12 +163,28 @@ class TritonBatch:
         return (self.arena, self.tables, self.tables.stride(0), self.table_rows, self.q_starts, self.contexts)
 
     def shape_constants(self) -> dict[str, int]:
-        """The compile-time constants of this geometry."""
+        """The compile-time constants of this geometry: sizes in elements of ``arena``."""
         g = self.geometry
         return {
-            "STRIDE": self._stride, "KV_HEADS": g.num_kv_heads, "DK": g.head_dim_k, "DV": g.head_dim_v,
-            "BLOCK": g.block_tokens,
+            "STRIDE": self._stride, "HEAD": g.head_bytes // self.arena.element_size(), "KV_HEADS": g.num_kv_heads,
+            "DK": g.head_dim_k, "DV": g.head_dim_v, "BLOCK": g.block_tokens,
             "DK_PAD": _power_of_two(16, g.head_dim_k), "DV_PAD": _power_of_two(16, g.head_dim_v),
+        }  # fmt: skip
+
+    def code_constants(self) -> dict[str, int | str]:
+        """Further ones of pages of codes (:mod:`memserve.model.attention.triton_codes`); ``*_WIDTH``: elements that a
+        maximum is of."""
+        g = self.geometry
+        if not g.code_depth:
+            return {}
+        most = INT4_GROUP if g.kv_dtype == "int4" else max(g.head_dim_k, g.head_dim_v)
+        values = ceil_div(g.head_dim_k, g.code_depth) * g.block_tokens
+        maxima = values + g.block_tokens // g.code_depth * g.head_dim_v
+        return {
+            "CODES": g.kv_dtype, "DEPTH": g.code_depth, "VALUES": values, "DK_MAXIMA": maxima,
+            "DV_MAXIMA": maxima + g.code_groups(g.head_dim_k) * g.block_tokens // 2,
+            "DK_WIDTH": _power_of_two(16, min(g.head_dim_k, most)),
+            "DV_WIDTH": _power_of_two(16, min(g.head_dim_v, most)),
         }  # fmt: skip
 
 
@@ -191,17 +208,17 @@ def attend(
     strides but a contiguous last dimension. Query ``i`` of a row sits at position ``context - count + i``; head ``h``
     reads KV head ``h // (H / Hkv)``. ``window`` > 0: only the last ``window`` positions, its own included; ``chunk``
     > 0: only those of its chunk of so many. ``softcap`` > 0: ``s = cap * tanh(s / cap)``. ``sinks``: float32 ``[H]``,
-    one more logit per head, in the denominator only.
-    Sums are float32.
+    one more logit per head, in the denominator only. Sums are float32. Pages of codes get the bytes that a CPU writes.
     """
     kernels = _kernels()
     check(q.shape[0] == batch.tokens, f"q has {q.shape[0]} rows, the batch {batch.tokens}")
     check(all(x.stride(-1) == 1 for x in (q, k, v, out)), "the last dimension must be contiguous")
-    g, shape = batch.geometry, batch.shape_constants()
+    g, shape, codes = batch.geometry, batch.shape_constants(), batch.code_constants()
     if write:
-        kernels.write_kv[(batch.tokens, g.num_kv_heads)](
+        write_kernel = kernels.write_codes if codes else kernels.write_kv
+        write_kernel[(batch.tokens, g.num_kv_heads)](
             *batch.kernel_arguments(), batch.token_rows, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1),
-            layer, **shape,
+            layer, **shape, **codes, enable_fp_fusion=False,  # codes are rounded as on a CPU
         )  # fmt: skip
     heads = q.shape[1]
     m, tiles, tile_rows, tile_firsts = batch.tile_layout(heads // g.num_kv_heads)
@@ -212,6 +229,7 @@ def attend(
         stats = torch.empty((batch.tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
     block_pad = _power_of_two(16, g.block_tokens)
     load_bytes, stages, warps = _DECODE_LOADS if m < _PREFILL_ROWS else _PREFILL_LOADS
+    # of codes as many keys at a time, in fewer bytes: they are as many numbers in registers
     blocks = max(1, load_bytes // (max(shape["DK_PAD"], shape["DV_PAD"]) * q.element_size() * block_pad))
     stage_bytes = blocks * block_pad * (shape["DK_PAD"] + shape["DV_PAD"]) * q.element_size()
     stages = max(2, min(stages, _shared_bytes(batch.device) // stage_bytes))
@@ -221,7 +239,7 @@ def attend(
         out if sinks is None else sinks, layer, scale, window, chunk, softcap, **shape,
         BLOCK_PAD=block_pad, BLOCKS=blocks, GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
         WINDOW=window > 0, CHUNK=chunk > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
-        WIDE=q.device.type == "cpu", num_warps=warps, num_stages=stages,
+        WIDE=q.device.type == "cpu", **codes, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.combine_splits[(batch.tokens, heads)](

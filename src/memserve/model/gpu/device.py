@@ -244,7 +244,7 @@ class GpuDevice(ModelDevice):
         shared: bool,
         lower: _core.LowerPages | None,
     ) -> Any:
-        check(lower is None, "on a GPU KV lies as it was computed, in one process")
+        check(lower is None, "on a GPU both tiers keep the same")
         return GpuArenas(self._gpu, sizes, shared=shared)
 
     def _make_pages(self, page_bytes: int, pages: int) -> Tensor:

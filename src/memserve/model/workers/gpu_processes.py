@@ -312,7 +312,7 @@ def _loaded_part(order: _Order, line: Connection) -> tuple[GpuPart, ServingAgent
     model = load_model(
         options.model, options.dtype, "cuda", block_tokens=options.block_tokens, threads=threads, lora=options.lora,
         on_host=True, quantization=options.quantization, updates=options.lora_updates,
-    )  # fmt: skip
+    ).keep_kv_as(options.kv_dtype)  # fmt: skip
     gpu = Cuda(model.device, options.gpu_memory_share)
     crew = _connected(share, model, gpu, order.meeting)
     dram = None if order.dram is None else _core.SharedArena.attach(*order.dram)  # before the leader seals it
