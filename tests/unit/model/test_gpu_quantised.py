@@ -1,0 +1,254 @@
+"""Quantised weights on a GPU: kernels interpreted beside the dequantised weight, and the models that have them.
+
+A child process runs them: whether kernels are interpreted is decided once, when triton is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from interpreted import results_of, run_devices
+
+SHARE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1e-2}
+"""How far sums may be from float64, as a share of the largest; interpreted, bfloat16 is cut off, not rounded."""
+ROWS = (1, 3, 16, 64, 200)
+
+
+def _on_device(kind: str, n: int, k: int, dtype: Any = None) -> tuple[Any, Any]:
+    """A random weight as it lies on a GPU, and its numbers as a CPU has them."""
+    import torch
+
+    from memserve.model.gpu.weights import unpack_weight
+    from memserve.model.quantised import QuantisedLinear
+    from quantised_blocks import random_packed
+
+    packed = random_packed(kind, n, k, seed=n)
+    numbers = QuantisedLinear([packed]).dequantised()
+    return unpack_weight(packed, torch.device("cpu"), dtype or torch.float32), numbers
+
+
+def _layer(weight: Any, bias: Any = None, *, wide: bool = False, panel_bytes: int = 1 << 16) -> Any:
+    import torch
+
+    from memserve.model.gpu.quantised import DeviceQuantisedLinear
+
+    return DeviceQuantisedLinear(weight, bias, torch.empty(panel_bytes, dtype=torch.uint8), wide=wide)
+
+
+def numbers_are_those_of_a_cpu() -> bool:
+    """To the bit, of every format; rows of an embedding and all; in the file's bits and a few for whole bytes."""
+    import torch
+
+    from memserve import _kernels
+    from memserve.model.quantised import FORMATS
+
+    for kind in FORMATS:
+        k = 3 * _kernels.quantised_block_inputs(kind)
+        for n in (1, 33, 70):
+            weight, numbers = _on_device(kind, n, k)
+            layer = _layer(weight)
+            assert weight.shape == (n, k) and weight.nbytes <= _kernels.quantised_packed_bytes(kind, n, k) * 8 / 2
+            assert torch.equal(layer.dequantised(), numbers), (kind, n)
+            ids = torch.tensor([[n - 1, 0], [n // 2, n - 1]])
+            assert torch.equal(layer.rows(ids, torch.float16), numbers[ids].half()), (kind, n)
+    for kind, bits in (("Q4_K", 4.5), ("INT4_128", 4.25), ("MXFP4", 4.5), ("Q8_0", 8.5), ("Q6_K", 8.5625)):
+        weight, _ = _on_device(kind, 64, 512)
+        assert weight.nbytes == 64 * 512 * bits / 8, kind
+    return True
+
+
+def products_are_those_of_the_numbers() -> bool:
+    """Few rows by both kernels, many by panels that end in the middle; of every format, and of every dtype."""
+    import torch
+
+    from memserve import _kernels
+    from memserve.model.gpu.quantised import FEW_ROWS_STORED, ONE_ROW_STORED, few_rows_stored, one_row_stored
+    from memserve.model.quantised import FORMATS
+
+    torch.manual_seed(3)
+    for place, kind in enumerate(FORMATS):
+        block = _kernels.quantised_block_inputs(kind)
+        for name in SHARE if kind in ("Q4_K", "Q6_K", "INT4_32", "FP8_128") else ("float32",):
+            dtype, n, k = getattr(torch, name), 33, block * (3 if block == 32 else 2)
+            weight, numbers = _on_device(kind, n, k, dtype)
+            bias = None if place % 2 else torch.randn(n).to(dtype)
+            for rows in ROWS if kind == "Q4_K" else (1, 3, 20):
+                x = torch.randn(rows, 2 * k).to(dtype)[:, k:]  # of a wider row
+                want = x.double() @ numbers.double().t() + (0 if bias is None else bias.double())
+                layer = _layer(weight, bias, wide=True, panel_bytes=k * dtype.itemsize * 7)
+                results = [_layer(weight, bias)(x), layer(x)]
+                if rows <= 64:
+                    results += [few_rows_stored(x, weight, bias, dtype, FEW_ROWS_STORED[0])]
+                if rows == 1:
+                    results += [one_row_stored(x, weight, bias, torch.float32, ONE_ROW_STORED[0])]
+                assert results[0].dtype == dtype and results[1].dtype == torch.float32
+                for number, result in enumerate(results):
+                    error = float((result.double() - want).abs().max() / want.abs().max())
+                    assert error <= SHARE[name] and result.shape == want.shape, (kind, name, rows, number, error)
+    assert _layer(weight)(x[:0]).shape == (0, n)
+    return True
+
+
+def the_quickest_right_kernel_is_chosen() -> bool:
+    """For weights of one kind together; without a choice, and of float32, torch multiplies panels."""
+    import torch
+
+    from memserve.model.gpu import linears
+    from memserve.model.linears import ROW_BUCKETS
+
+    def favouring(name: str) -> Any:
+        return lambda calls: 1.0 if calls[0].func.__name__ == name else 2.0
+
+    def uses(layer: Any) -> dict[int, str]:
+        return {rows: kernel.func.__name__ for rows, kernel in layer._kernels.items()}
+
+    (first, numbers), (second, _) = (_on_device(kind, 33, 256, torch.float16) for kind in ("INT4_32", "Q4_K"))
+    layers = [_layer(first), _layer(second)]
+    assert [uses(layer) for layer in layers] == [{}, {}]
+    linears.choose_kernels(layers, favouring("few_rows_stored"))
+    assert [uses(layer) for layer in layers] == [dict.fromkeys(ROW_BUCKETS, "few_rows_stored")] * 2
+    x = torch.randn(5, 256).half()
+    want = x.double() @ numbers.double().t()
+    assert float((layers[0](x).double() - want).abs().max() / want.abs().max()) <= SHARE["float16"]
+    linears.choose_kernels(layers, favouring("one_row_stored"))
+    assert [uses(layer) for layer in layers] == [{1: "one_row_stored"}] * 2
+    linears.few_rows_stored = lambda *arguments, **options: right(*arguments, **options) * 1.1
+    right = linears.one_row_stored
+    linears.choose_kernels(layers, favouring("<lambda>"))
+    assert [uses(layer) for layer in layers] == [{}, {}], "a wrong one is not taken"
+    linears.choose_kernels([exact := _layer(_on_device("Q4_0", 32, 64)[0])], favouring("few_rows_stored"))
+    assert uses(exact) == {}
+    return True
+
+
+def _captured(module: Any) -> Any:
+    """Its forward, as captured on a GPU, with our kernels for few rows."""
+    from functools import partial
+
+    import torch
+
+    from memserve.model.capture import forward as capture
+    from memserve.model.gpu.quantised import FEW_ROWS_STORED, ONE_ROW_STORED, few_rows_stored, one_row_stored
+    from memserve.model.quantised import StoredLinear
+
+    capture._TRIALS = ((1, 1), (5, 2))
+    torch.Tensor.is_cuda = property(lambda _: True)  # what the passes ask
+    try:
+        captured = capture.capture_forward(module)
+    finally:
+        del torch.Tensor.is_cuda
+    assert captured is not None
+    for layer in captured._linears:
+        if isinstance(layer, StoredLinear):
+            layer.use_kernel(1, partial(one_row_stored, options=ONE_ROW_STORED[0]))
+            layer.use_kernel(64, partial(few_rows_stored, options=FEW_ROWS_STORED[0]))
+    return captured
+
+
+def _loaded_on_device(path: str, dtype: str, *, takes_all: bool = False) -> Any:
+    """As the loader gives it on a GPU, but that its memory is the host's. ``takes_all``: in float32 as well."""
+    import torch
+
+    from memserve.model.gpu import weights
+    from memserve.model.loading import loader
+
+    before = weights.keep_on_device, loader._choose_device, loader._takes_stored
+    weights.keep_on_device = lambda module, place: before[0](module, torch.device("cpu"))
+    loader._choose_device = lambda device: torch.device("cuda")
+    if takes_all:
+        loader._takes_stored = lambda *arguments, **options: True
+    try:
+        return loader.load_model(path, dtype, quantization="auto")
+    finally:
+        weights.keep_on_device, loader._choose_device, loader._takes_stored = before
+
+
+def a_file_is_kept_and_counted() -> bool:
+    """A .gguf file with a tied head: in 16 bits, and never in float32 or for workers and adapters."""
+    import torch
+
+    from gguf_files import write_gguf
+    from memserve.model.forward import EagerForward
+    from memserve.model.loading import loader
+    from memserve.model.loading.stored import stored_of
+    from memserve.model.quantised import QuantisedEmbedding
+    from quantised_formats import error, logits
+    from tiny_models import tiny_module
+
+    with TemporaryDirectory() as folder:
+        sizes = {"hidden_size": 64, "intermediate_size": 96}
+        path = str(write_gguf(tiny_module("llama", **sizes), Path(folder) / "tiny.Q8_0.gguf"))
+        numbers, on_cpu = loader.load_model(path, "float32", "cpu"), loader.load_model(path, "bfloat16", "cpu")
+        half, model = _loaded_on_device(path, "float16"), _loaded_on_device(path, "float32", takes_all=True)
+    gpu = torch.device("cuda")
+    asked = (("auto", True), ("auto", False), ("float32", True))
+    assert [loader._takes_stored(dtype, gpu, is_whole=whole) for dtype, whole in asked] == [True, False, False]
+    assert (half.quantization, half.activation_bits) == ("auto", 0)
+    assert len({half.fingerprint, numbers.fingerprint, on_cpu.fingerprint}) == 3
+    matrices = [value for value in half.module.parameters() if value.dim() == 2]
+    small = sum(value.nbytes for value in half.module.parameters() if value.dim() == 1)
+    assert all(stored_of(half.module).has(value.detach()) for value in matrices)
+    assert loader.model_sizes(half).weights_bytes == small + sum(value.numel() for value in matrices) * 34 // 32
+    assert all(value.untyped_storage().nbytes() <= 2 * len(value) for value in matrices), "no numbers beside them"
+    eager = EagerForward(half.module)
+    assert error(logits(eager), logits(_eager(numbers))) < 1e-2, "the module alone computes with them, too"
+    forward = _captured(model.module)
+    assert any(isinstance(value, QuantisedEmbedding) for value in forward._run.__globals__.values())
+    assert len(forward._linears) == 3 * 4 + 1, "those of one input are joined"
+    for tokens in (1, 9, 80):
+        assert error(logits(forward, tokens, min(tokens, 3)), logits(_eager(numbers), tokens, min(tokens, 3))) < 1e-5
+    return True
+
+
+def folders_are_kept() -> bool:
+    """GPTQ with inputs in an order of their own, AWQ, and numbers of 8 bits; experts become numbers."""
+    from memserve.model.loading.stored import stored_of
+    from memserve.model.quantised import StoredLinear
+    from quantised_formats import error, expected_logits, folders_of, logits
+
+    for kind in ("gptq4_order", "awq4", "fp8_block"):
+        with TemporaryDirectory() as folder:
+            quantised, plain = folders_of("llama", kind, Path(folder), num_hidden_layers=1)
+            model = _loaded_on_device(str(quantised), "float32", takes_all=True)
+            want = expected_logits(plain, 9, 3)
+        forward = _captured(model.module)
+        assert sum(isinstance(layer, StoredLinear) for layer in forward._linears) >= 4, kind
+        assert error(logits(forward, 9, 3), want) < 1e-5, kind
+    with TemporaryDirectory() as folder:
+        quantised, plain = folders_of("qwen3_moe", "gptq4", Path(folder), num_hidden_layers=1)
+        model, want = _loaded_on_device(str(quantised), "float32", takes_all=True), expected_logits(plain, 9, 3)
+    assert len(stored_of(model.module)) == 4 and error(logits(_eager(model), 9, 3), want) < 1e-5
+    return True
+
+
+def _eager(model: Any) -> Any:
+    from memserve.model.forward import EagerForward
+
+    return EagerForward(model.module, pack=False)
+
+
+SCENARIOS = {
+    "numbers are those of a CPU": numbers_are_those_of_a_cpu,
+    "products are those of the numbers": products_are_those_of_the_numbers,
+    "the quickest right kernel is chosen": the_quickest_right_kernel_is_chosen,
+    "a file is kept and counted": a_file_is_kept_and_counted,
+    "folders are kept": folders_are_kept,
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Scenario -> "" or what went wrong."""
+    return results_of(__file__)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_quantised_weights_of_a_gpu(results: dict[str, str], name: str) -> None:
+    assert results[name] == ""
+
+
+if __name__ == "__main__":
+    run_devices(SCENARIOS)
