@@ -184,7 +184,6 @@ def _unpack_strips(strips: Tensor, of: WeightLayout) -> dict[str, Tensor]:
     tensors = dict(zip(("scales", "minima"), map(_rows, by_output.unbind(2)), strict=False))
     if small_count:
         small = levels.contiguous().view(torch.int8).view(*strips.shape[:2], -1, small_count, _STRIP)
-        by_output = small.transpose(3, 4).flatten(3)
         tensors |= zip(("levels", "minimum_levels"), map(_rows, small.unbind(2)), strict=False)
     # groups of inputs, halves of a strip, lines, outputs, inputs of a step
     lines = codes.reshape(*strips.shape[:2], of.groups, 2, of.bits, _STRIP // 2, _STEP_INPUTS)
@@ -197,8 +196,8 @@ def _unpack_strips(strips: Tensor, of: WeightLayout) -> dict[str, Tensor]:
 
 
 def _rows(numbers: Tensor) -> Tensor:
-    """``[strips, blocks, outputs]`` -> ``[strips * outputs, blocks]``"""
-    return numbers.transpose(1, 2).flatten(0, 1)
+    """``[strips, blocks, ..., outputs]`` -> ``[strips * outputs, blocks * ...]``"""
+    return numbers.movedim(-1, 1).flatten(0, 1).flatten(1)
 
 
 def _steps_of(lines: Tensor, bits: int) -> Tensor:
