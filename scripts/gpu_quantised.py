@@ -17,7 +17,7 @@ SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
 FORMAT, GROUP, ZERO = "INT4_128", 128, 8
 """What the shape is rounded to: as most GPTQ and AWQ checkpoints have it."""
 ROWS = (1, 3, 16, 64, 200)
-ROWS_INTERPRETED = (1, 20)
+ROWS_INTERPRETED, FORMATS_INTERPRETED = (1, 20), ("Q4_K", "INT4_128", "FP8_128")
 FEW = 64
 """Up to so many rows meet integers."""
 
@@ -26,7 +26,7 @@ def kernels() -> Iterator[Row]:
     """Weights of every format: to the bit those of the host, and products of few rows and of many."""
     from memserve.model.quantised import FORMATS
 
-    for kind in FORMATS:
+    for kind in FORMATS if has_device() else FORMATS_INTERPRETED:
         yield {"what": f"{kind}: numbers and products", **_checked(kind)}
 
 

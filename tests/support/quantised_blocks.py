@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from memserve.model.loading.stored import StoredWeight, StoredWeights
 from memserve.model.quantised import QuantisedWeight
 
 FILE_FORMATS = (
@@ -48,6 +52,19 @@ def sized_blocks(kind: str, n: int, k: int, size: float, seed: int = 0) -> Tenso
     """As :func:`random_blocks`, of weights with this root mean square."""
     usual = numbers_of(kind, random_blocks(kind, n, k, seed)).square().mean().sqrt()
     return random_blocks(kind, n, k, seed, size / float(usual))
+
+
+def quantise_matrices(module: Any, kind_of: Callable[[str], str]) -> StoredWeights:
+    """Give the matrices of ``module`` random weights that a file may hold, each of the format that ``kind_of`` its name
+    says, and what the file would say of them."""
+    weights = []
+    for seed, (name, value) in enumerate(module.named_parameters()):
+        if value.dim() == 2:
+            kind, (n, k) = kind_of(name), value.shape
+            blocks = sized_blocks(kind, n, k, float(value.square().mean().sqrt()), seed)
+            value.data = numbers_of(kind, blocks)
+            weights.append((value.detach(), StoredWeight(kind, k, blocks)))
+    return StoredWeights(weights)
 
 
 def random_packed(kind: str, n: int, k: int, seed: int = 0) -> QuantisedWeight:

@@ -4,19 +4,21 @@ A child process runs them: whether kernels are interpreted is decided once, when
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from interpreted import results_of, run_devices
+from interpreted import SUPPORT, results_of, run_devices
 
 SHARE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 2e-2}
 """How far sums may be from float64, as a share of the largest; interpreted, bfloat16 is cut off, not rounded."""
+COMPILES = "compile"
 ROWS = (1, 3, 16, 64, 200)
-LARGE = {"OUTPUTS": 64, "UNITS": 16, "num_warps": 4}
-"""Pieces of a kernel: an interpreted program takes its time whatever its size."""
 
 
 def _on_device(kind: str, n: int, k: int, dtype: Any = None) -> tuple[Any, Any]:
@@ -66,6 +68,7 @@ def products_are_those_of_the_numbers() -> bool:
     """Few rows by both kernels, many by panels that end in the middle; of every format, and of every dtype."""
     import torch
 
+    from fake_gpu import LARGE_PIECES
     from memserve import _kernels
     from memserve.model.gpu.quantised import few_rows_stored, one_row_stored
     from memserve.model.quantised import FORMATS
@@ -83,9 +86,9 @@ def products_are_those_of_the_numbers() -> bool:
                 layer = _layer(weight, bias, wide=True, panel_bytes=k * dtype.itemsize * 20)
                 results = [layer(x)] if rows > 64 else [_layer(weight, bias)(x), layer(x)]
                 if rows <= 64:
-                    results += [few_rows_stored(x, weight, bias, dtype, LARGE)]
+                    results += [few_rows_stored(x, weight, bias, dtype, LARGE_PIECES)]
                 if rows == 1:
-                    results += [one_row_stored(x, weight, bias, torch.float32, LARGE)]
+                    results += [one_row_stored(x, weight, bias, torch.float32, LARGE_PIECES)]
                 assert results[0].dtype == (dtype if rows <= 64 else torch.float32)
                 for number, result in enumerate(results):
                     error = float((result.double() - want).abs().max() / want.abs().max())
@@ -98,6 +101,7 @@ def the_quickest_right_kernel_is_chosen() -> bool:
     """For weights of one kind together; without a choice, and of float32, torch multiplies panels."""
     import torch
 
+    from fake_gpu import LARGE_PIECES
     from memserve.model.gpu import linears
     from memserve.model.gpu.quantised import few_rows_stored
     from memserve.model.linears import ROW_BUCKETS
@@ -116,7 +120,7 @@ def the_quickest_right_kernel_is_chosen() -> bool:
     x = torch.randn(5, 256).half()
     want = x.double() @ numbers.double().t()
     assert float((layers[0](x).double() - want).abs().max() / want.abs().max()) <= SHARE["float16"]
-    linears.FEW_ROWS_STORED = (LARGE,)
+    linears.FEW_ROWS_STORED = (LARGE_PIECES,)
     linears.choose_kernels(layers[1:], favouring("one_row_stored"))
     assert uses(layers[1]) == {1: "one_row_stored"}
     linears.few_rows_stored = lambda *arguments, **options: right(*arguments, **options) * 1.1
@@ -126,30 +130,6 @@ def the_quickest_right_kernel_is_chosen() -> bool:
     linears.choose_kernels([exact := _layer(_on_device("Q4_0", 32, 64)[0])], favouring("few_rows_stored"))
     assert uses(exact) == {}
     return True
-
-
-def _captured(module: Any) -> Any:
-    """Its forward, as captured on a GPU, with our kernels for few rows."""
-    from functools import partial
-
-    import torch
-
-    from memserve.model.capture import forward as capture
-    from memserve.model.gpu.quantised import few_rows_stored, one_row_stored
-    from memserve.model.quantised import StoredLinear
-
-    capture._TRIALS = ((1, 1), (5, 2))
-    torch.Tensor.is_cuda = property(lambda _: True)  # what the passes ask
-    try:
-        captured = capture.capture_forward(module)
-    finally:
-        del torch.Tensor.is_cuda
-    assert captured is not None
-    for layer in captured._linears:
-        if isinstance(layer, StoredLinear):
-            layer.use_kernel(1, partial(one_row_stored, options=LARGE))
-            layer.use_kernel(64, partial(few_rows_stored, options=LARGE))
-    return captured
 
 
 def _loaded_on_device(path: str, dtype: str, *, takes_all: bool = False) -> Any:
@@ -174,6 +154,7 @@ def a_file_is_kept_and_counted() -> bool:
     """A .gguf file with a tied head: in 16 bits, and never in float32 or for workers and adapters."""
     import torch
 
+    from fake_gpu import capture_as_on_gpu
     from gguf_files import convert_here, write_gguf
     from memserve.model.forward import EagerForward
     from memserve.model.loading import loader
@@ -200,7 +181,7 @@ def a_file_is_kept_and_counted() -> bool:
     assert all(value.untyped_storage().nbytes() <= 2 * len(value) for value in matrices), "no numbers beside them"
     eager = EagerForward(half.module)
     assert error(logits(eager, 9, 3), logits(_eager(numbers), 9, 3)) < 1e-2, "the module alone computes with them, too"
-    forward = _captured(half.module)
+    forward = capture_as_on_gpu(half.module)
     assert any(isinstance(value, QuantisedEmbedding) for value in forward._run.__globals__.values())
     assert len(forward._linears) == 2 * 4 + 1, "those of one input are joined"
     for tokens in (1, 80):
@@ -210,6 +191,7 @@ def a_file_is_kept_and_counted() -> bool:
 
 def folders_are_kept() -> bool:
     """GPTQ with inputs in an order of their own, AWQ, and numbers of 8 bits; experts become numbers."""
+    from fake_gpu import capture_as_on_gpu
     from memserve.model.forward import EagerForward
     from memserve.model.loading.stored import stored_of
     from memserve.model.quantised import StoredLinear
@@ -220,7 +202,7 @@ def folders_are_kept() -> bool:
             quantised, plain = folders_of("llama", kind, Path(folder), num_hidden_layers=1)
             model = _loaded_on_device(str(quantised), "float32", takes_all=True)
             want = expected_logits(plain, 9, 3)
-        forward = _captured(model.module)
+        forward = capture_as_on_gpu(model.module)
         assert sum(isinstance(layer, StoredLinear) for layer in forward._linears) >= 4, kind
         assert error(logits(forward, 9, 3), want) < 1e-5, kind
     with TemporaryDirectory() as folder:
@@ -235,6 +217,33 @@ def _eager(model: Any) -> Any:
     from memserve.model.forward import EagerForward
 
     return EagerForward(model.module, pack=False)
+
+
+def compile_kernels() -> None:
+    """Compile for Q4_K, which needs no device; print tensor core calls and wide loads of each kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from memserve.model.gpu import quantised
+
+    fixed = {"HALVES": 2, "KIND": 0, "ZERO": 0, "BLOCK": 256, "GROUP": 32, "LEVELS": 1, "MINIMUM": 2, "BIAS": 1}
+    few, one = fixed | quantised.FEW_ROWS_STORED[0], fixed | quantised.ONE_ROW_STORED[0]
+    types = {"values": "*u8", "scales": "*fp16", "minima": "*fp16", "levels": "*i8", "minimum_levels": "*i8",
+             "table": "*fp32", "ids": "*i64", "x": "*bf16", "y": "*bf16", "bias": "*bf16"}  # fmt: skip
+    for name, capability, constants in (
+        *(("few_rows_stored_kernel", capability, few | {"ROWS": 16, "WIDE": False}) for capability in (80, 100)),
+        ("one_row_stored_kernel", 90, one), ("write_numbers_kernel", 90, fixed | quantised._WRITES | {"PICKS": True}),
+    ):  # fmt: skip
+        kernel = getattr(quantised, name)
+        own = {arg: constants[arg] for arg in kernel.arg_names if arg in constants}
+        signature = {arg: "constexpr" if arg in own else types.get(arg, "i32") for arg in kernel.arg_names}
+        aligned = {(place,): [["tt.divisibility", 16]] for place, (arg, kind) in enumerate(signature.items())
+                   if kind.startswith("*") or arg in ("k", "stride_x")}  # fmt: skip
+        options = {key: value for key, value in constants.items() if key.startswith("num_")}
+        source = ASTSource(kernel, signature, own, aligned)
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+        print(name, ptx.count("mma."), ptx.count("ld.global.v4") + ptx.count("cp.async"), flush=True)
 
 
 SCENARIOS = {
@@ -257,8 +266,24 @@ def test_quantised_weights_of_a_gpu(results: dict[str, str], name: str) -> None:
     assert results[name] == ""
 
 
-if __name__ == "__main__":
-    from memserve.model.gpu import quantised
+def test_kernels_compile_with_wide_loads(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, __file__, COMPILES], capture_output=True, text=True, timeout=240,
+        env=env | {"PYTHONPATH": str(SUPPORT), "TRITON_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    lines = [line.split() for line in run.stdout.splitlines()]
+    assert len(lines) == 4
+    assert all(int(loads) > 0 for _, _, loads in lines), lines
+    assert all(int(products) > 0 for name, products, _ in lines if name.startswith("few")), lines
 
-    quantised._WRITES = {"ROWS": 64, "UNITS": 32, "num_warps": 4}
+
+if __name__ == "__main__" and sys.argv[1:] == [COMPILES]:
+    compile_kernels()
+elif __name__ == "__main__":
+    from fake_gpu import write_large_pieces
+
+    write_large_pieces()
     run_devices(SCENARIOS)
