@@ -176,9 +176,8 @@ class QuantisedWeight:
 class StoredLinear(ABC):
     """A linear with a weight that stays quantised, on whatever processor."""
 
-    __slots__ = ()
-    source: int
-    """Address of the only weight as numbers, where it has such: an embedding tied to it can be read from here; 0."""
+    #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
+    source = 0
 
     @property
     @abstractmethod
@@ -206,7 +205,7 @@ class QuantisedLinear(StoredLinear):
 
     __slots__ = (
         "_bias_address", "_format", "activation_bits", "bias", "exact", "format", "inputs", "k", "n",
-        "source", "weight", "wide",
+        "weight", "wide",
     )  # fmt: skip
 
     is_ours = True  # every product is by our kernels
@@ -234,7 +233,6 @@ class QuantisedLinear(StoredLinear):
         self.weight = weights[0].packed if len(weights) == 1 else torch.cat([weight.packed for weight in weights])
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.wide = wide
-        self.source = 0
         self.exact = exact
         self.activation_bits = activation_bits
         self.inputs = weights[0].inputs

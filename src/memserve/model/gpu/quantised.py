@@ -249,7 +249,7 @@ def write_numbers(weight: DeviceWeight, y: Tensor, ids: Tensor | None = None) ->
 class DeviceQuantisedLinear(JoinedLinear, StoredLinear):
     """As :class:`memserve.model.linears.JoinedLinear`, with a weight that stays quantised."""
 
-    __slots__ = ("_panel", "source")
+    __slots__ = ("_panel",)
     weight: DeviceWeight
 
     def __init__(self, weight: DeviceWeight, bias: Tensor | None, panel: Tensor, *, wide: bool = False) -> None:
@@ -257,7 +257,6 @@ class DeviceQuantisedLinear(JoinedLinear, StoredLinear):
         layers that compute one after the other share. ``wide``: results are float32."""
         self.weight, self.bias, self.wide, self._panel = weight, bias, wide, panel
         self._kernels = {}
-        self.source = 0
 
     @property
     def shape(self) -> tuple[int, int]:

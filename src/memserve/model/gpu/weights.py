@@ -9,7 +9,7 @@ place.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -136,15 +136,19 @@ class DeviceWeight:
         names = ("values", "scales", "minima", "levels", "minimum_levels")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
+    def _with_tensors(self, tensors: Mapping[str, Tensor]) -> DeviceWeight:
+        changes: dict[str, Any] = dict(tensors)
+        return replace(self, **changes)
+
     def cut(self, first: int, count: int) -> DeviceWeight:
         """Outputs from ``first`` on, in the same memory."""
-        return replace(self, **{name: tensor[first : first + count] for name, tensor in self._tensors().items()})
+        return self._with_tensors({name: tensor[first : first + count] for name, tensor in self._tensors().items()})
 
     @staticmethod
     def joined(weights: Sequence[DeviceWeight]) -> DeviceWeight:
         """``weights`` of one format and order of inputs, one behind the other."""
         parts = [weight._tensors() for weight in weights]
-        return replace(weights[0], **{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        return weights[0]._with_tensors({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
 
     def order_inputs(self, x: Tensor) -> Tensor:
         """``x [..., k]`` in the order of the codes."""
@@ -165,8 +169,8 @@ def unpack_weight(weight: QuantisedWeight, place: torch.device, dtype: torch.dty
     """``weight`` on a device: ``n`` rows, some strips at a time."""
     of = layout_of(weight.format)
     strips = weight.packed.view(-(-weight.n // _STRIP), weight.k // of.block, -1)
-    pieces = strips.split(max(1, _UNPACKED_AT_ONCE // (_STRIP * weight.k)))
-    parts = [_unpack_strips(piece.to(place), of) for piece in pieces]
+    count = max(1, _UNPACKED_AT_ONCE // (_STRIP * weight.k))
+    parts = [_unpack_strips(strips[first : first + count].to(place), of) for first in range(0, len(strips), count)]
     tensors = {name: torch.cat([part[name] for part in parts])[: weight.n] for name in parts[0]}
     inputs = None if weight.inputs is None else weight.inputs.to(place)
     return DeviceWeight(weight.format, weight.k, dtype, inputs=inputs, **tensors)
