@@ -37,7 +37,8 @@ def four_bits() -> Iterator[Row]:
 
 def round_weights(module: Any) -> None:
     """Put random integers in the place of the linears' weights of ``module``, a linear after the other."""
-    from memserve.model.gpu.weights import DeviceForm, DeviceWeight, DeviceWeights, stand_in
+    from memserve.model.gpu.stored import DeviceForm, DeviceWeights, stand_in
+    from memserve.model.gpu.weights import DeviceWeight
     from memserve.model.loading.stored import remember_stored
 
     weights, head = [], module.get_output_embeddings()
@@ -54,7 +55,8 @@ def round_weights(module: Any) -> None:
 def _checked(kind: str) -> Row:
     from memserve import _kernels
     from memserve.model.gpu.quantised import FEW_ROWS_STORED, ONE_ROW_STORED, few_rows_stored, one_row_stored
-    from memserve.model.gpu.weights import DeviceForm, DeviceWeights, stand_in, unpack_weight
+    from memserve.model.gpu.stored import DeviceForm, DeviceWeights, stand_in
+    from memserve.model.gpu.weights import unpack_weight
     from memserve.model.quantised import QuantisedLinear
 
     sys.path.insert(0, str(SUPPORT))

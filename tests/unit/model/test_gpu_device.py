@@ -469,7 +469,7 @@ def quantised_weights() -> bool:
     from torch import device as place
 
     from fake_gpu import capture_as_on_gpu, write_large_pieces
-    from memserve.model.gpu.weights import keep_on_device
+    from memserve.model.gpu.stored import keep_on_device
     from memserve.model.loading.stored import remember_stored
     from quantised_blocks import quantise_matrices
     from tiny_models import greedy_tokens, loaded, prompt, sequence, tiny_module

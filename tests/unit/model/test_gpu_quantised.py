@@ -136,18 +136,18 @@ def _loaded_on_device(path: str, dtype: str, *, takes_all: bool = False) -> Any:
     """As the loader gives it on a GPU, but that its memory is the host's. ``takes_all``: in float32 as well."""
     import torch
 
-    from memserve.model.gpu import weights
+    from memserve.model.gpu import stored
     from memserve.model.loading import loader
 
-    before = weights.keep_on_device, loader._choose_device, loader._takes_stored
-    weights.keep_on_device = lambda module, place: before[0](module, torch.device("cpu"))
+    before = stored.keep_on_device, loader._choose_device, loader._takes_stored
+    stored.keep_on_device = lambda module, place: before[0](module, torch.device("cpu"))
     loader._choose_device = lambda device: torch.device("cuda")
     if takes_all:
         loader._takes_stored = lambda *arguments, **options: True
     try:
         return loader.load_model(path, dtype, quantization="auto")
     finally:
-        weights.keep_on_device, loader._choose_device, loader._takes_stored = before
+        stored.keep_on_device, loader._choose_device, loader._takes_stored = before
 
 
 def a_file_is_kept_and_counted() -> bool:

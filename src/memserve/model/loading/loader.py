@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -169,12 +170,12 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain (:func:`memserve.model.forward.pack_linears`). ``on_host``: leave it in host memory, to be cut. A model
     that does not fit with ``kv_bytes`` of KV is refused before it is read; None: no look. Raises :class:`UserError`."""
-    place = _choose_device(device)
-    dtype_name, adapters = _choose_dtype(dtype, place), read_adapters(lora)
     import torch
 
-    on_cpu, has_adapters = place.type == "cpu", bool(adapters or updates.lora_folder)
-    may_keep = quantization != "none" and _takes_stored(dtype, place, is_whole=not (on_host or has_adapters))
+    place, adapters = _choose_device(device), read_adapters(lora)
+    dtype_name, on_cpu = _choose_dtype(dtype, place), place.type == "cpu"
+    is_whole = not (on_host or adapters or updates.lora_folder)
+    may_keep = quantization != "none" and _takes_stored(dtype, place, is_whole=is_whole)
     folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes if on_cpu else None, keep_file=may_keep)
     folder = _rounded(folder, quantization)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -256,11 +257,11 @@ def _probe(
 
 def _takes_stored(dtype: str, place: torch.device, *, is_whole: bool) -> bool:
     """Whether weights may be computed with as they are stored: to ask for float32 is to ask for the arithmetic of the
-    numbers. On a GPU ``is_whole`` is one that is neither cut for several nor has adapters; there 16 bits are all alike,
-    while kernels of a CPU know no float16."""
+    numbers. ``is_whole``: it is neither cut for several GPUs nor has adapters. On a GPU 16 bits are all alike, while
+    kernels of a CPU know no float16."""
     if place.type == "cpu":
         return dtype in ("auto", "bfloat16")
-    return dtype != "float32" and is_whole
+    return dtype != "float32" and is_whole and importlib.util.find_spec("triton") is not None
 
 
 def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
@@ -316,7 +317,7 @@ def _load_and_probe(
     module = _load(folder, getattr(torch, dtype), checkpoint, may_keep=may_keep)
     identity = _fingerprint(module, folder)
     if place.type != "cpu" and len(stored_of(module)):
-        from memserve.model.gpu.weights import keep_on_device
+        from memserve.model.gpu.stored import keep_on_device
 
         identity = _as_stored(f"{identity} on a GPU")  # activations are not rounded there
         keep_on_device(module, place)
