@@ -170,8 +170,8 @@ def a_file_is_kept_and_counted() -> bool:
         numbers = loader.load_model(path, "float32", "cpu")
         half = _loaded_on_device(path, "float16")
     gpu = torch.device("cuda")
-    asked = (("auto", True), ("auto", False), ("float32", True))
-    assert [loader._takes_stored(dtype, gpu, is_whole=whole) for dtype, whole in asked] == [True, False, False]
+    asked = (("auto", ""), ("auto", "adapters"), ("float32", ""))
+    assert [loader._takes_stored(dtype, gpu, changes=changes) for dtype, changes in asked] == [True, False, False]
     assert (half.quantization, half.activation_bits) == ("auto", 0)
     assert half.fingerprint != numbers.fingerprint
     matrices = [value for value in half.module.parameters() if value.dim() == 2]

@@ -170,12 +170,11 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain (:func:`memserve.model.forward.pack_linears`). ``on_host``: leave it in host memory, to be cut. A model
     that does not fit with ``kv_bytes`` of KV is refused before it is read; None: no look. Raises :class:`UserError`."""
+    place = _choose_device(device)
+    dtype_name, adapters, on_cpu = _choose_dtype(dtype, place), read_adapters(lora), place.type == "cpu"
     import torch
 
-    place, adapters = _choose_device(device), read_adapters(lora)
-    dtype_name, on_cpu = _choose_dtype(dtype, place), place.type == "cpu"
-    is_whole = not (on_host or adapters or updates.lora_folder)
-    may_keep = quantization != "none" and _takes_stored(dtype, place, is_whole=is_whole)
+    may_keep = quantization != "none" and _takes_stored(dtype, place, changes=on_host or lora or updates.lora_folder)
     folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes if on_cpu else None, keep_file=may_keep)
     folder = _rounded(folder, quantization)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -255,13 +254,13 @@ def _probe(
     return geometry, layers
 
 
-def _takes_stored(dtype: str, place: torch.device, *, is_whole: bool) -> bool:
+def _takes_stored(dtype: str, place: torch.device, *, changes: object) -> bool:
     """Whether weights may be computed with as they are stored: to ask for float32 is to ask for the arithmetic of the
-    numbers. ``is_whole``: it is neither cut for several GPUs nor has adapters. On a GPU 16 bits are all alike, while
-    kernels of a CPU know no float16."""
+    numbers. On a GPU 16 bits are all alike, while kernels of a CPU know no float16; and there ``changes`` need numbers:
+    weights that are cut for several workers, or have adapters."""
     if place.type == "cpu":
         return dtype in ("auto", "bfloat16")
-    return dtype != "float32" and is_whole and importlib.util.find_spec("triton") is not None
+    return dtype != "float32" and not changes and importlib.util.find_spec("triton") is not None
 
 
 def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
