@@ -179,11 +179,14 @@ def a_file_is_kept_and_counted() -> bool:
     assert all(stored_of(half.module).has(value.detach()) for value in matrices)
     assert loader.model_sizes(half).weights_bytes == small + sum(value.numel() for value in matrices) * 34 // 32
     assert all(value.untyped_storage().nbytes() <= 2 * len(value) for value in matrices), "no numbers beside them"
-    eager = EagerForward(half.module)
-    assert error(logits(eager, 9, 3), logits(_eager(numbers), 9, 3)) < 1e-2, "the module alone computes with them, too"
     forward = capture_as_on_gpu(half.module)
     assert any(isinstance(value, QuantisedEmbedding) for value in forward._run.__globals__.values())
     assert len(forward._linears) == 2 * 4 + 1, "those of one input are joined"
+    attention = half.module.model.layers[0].self_attn
+    forms = [stored_of(half.module).of(part.weight.detach()) for part in (attention.q_proj, attention.k_proj)]
+    assert len({form.packed().values.untyped_storage().data_ptr() for form in forms}) == 1, "a model is held once"
+    want = logits(_eager(numbers), 9, 3)
+    assert error(logits(EagerForward(half.module), 9, 3), want) < 1e-2, "the module alone computes with them, too"
     for tokens in (1, 80):
         assert error(logits(forward, tokens, min(tokens, 3)), logits(_eager(numbers), tokens, min(tokens, 3))) < 1e-2
     return True
