@@ -56,11 +56,12 @@ PARTS = {
     **{kind: f"gpu_attention:codes:{kind}" for kind in CODED}, "coded": "gpu_serving:coded",
     "graphs": "gpu_serving:graphs", "tiers": "gpu_serving:tiers", "seals": "gpu_bytes:seals",
     **{kind: f"gpu_serving:one_kind:{kind}" for kind in KINDS}, "workers": "gpu_serving:workers",
-    "8b": "gpu_models:eight_b", "copies": "gpu_bytes:copies", "pull": "gpu_bytes:pull", "vllm": "gpu_vllm:staged",
+    "quantised": "gpu_quantised:kernels", "8b": "gpu_models:eight_b", "4bit": "gpu_quantised:four_bits",
+    "copies": "gpu_bytes:copies", "pull": "gpu_bytes:pull", "vllm": "gpu_vllm:staged",
     "attention": "gpu_attention:speed", "1b": "gpu_models:one_b", "settings": "gpu_attention:settings",
 }  # fmt: skip
 """Module, function and argument of each part, in their order: what is right first, then what is fast."""
-FIRST, TIMED = ("native", "device"), ("8b", "copies", "pull", "vllm", "attention", "1b", "settings")
+FIRST, TIMED = ("native", "device"), ("8b", "4bit", "copies", "pull", "vllm", "attention", "1b", "settings")
 """Parts that run alone: those that all others need, and those that are timed."""
 PART_S, LIMIT_S = 180.0, 540.0
 JOBS = max(1, (os.cpu_count() or 1) // 2)

@@ -44,6 +44,12 @@ enum class Scale { half, bfloat, levels, single };
 enum class Minimum { none, half, levels, zero };
 enum class Table { none, nonlinear, float4, float8 };  // what four bits mean, or eight
 
+// What four bits mean, without a sign: `zero` above the value.
+constexpr int kTableSize = 16;
+inline constexpr std::uint8_t kNonlinear[kTableSize] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                        129, 141, 153, 166, 181, 197, 217, 241};
+inline constexpr std::uint8_t kFloat4[kTableSize] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // weight = (value - zero) * scale - minimum
 struct Layout {
   int bits;

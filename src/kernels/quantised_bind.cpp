@@ -76,6 +76,16 @@ void cut_out(const std::string& name, Address from, Address outputs, Address blo
       static_cast<std::uint8_t*>(out(to)));
 }
 
+nb::tuple layout(const std::string& name) {
+  constexpr const char *scales[] = {"half", "bfloat", "levels", "single"}, *minima[] = {"none", "half", "levels", "zero"};
+  const Layout of = layout_of(format_of(name));
+  std::vector<int> table;
+  if (of.table == Table::nonlinear) table.assign(kNonlinear, kNonlinear + kTableSize);
+  if (of.table == Table::float4) table.assign(kFloat4, kFloat4 + kTableSize);
+  return nb::make_tuple(of.bits, scales[int(of.scale)], minima[int(of.minimum)], of.zero, of.groups, of.parts, table,
+                        is_float(of));
+}
+
 Size inputs_of_block(const std::string& name) { return block_inputs(layout_of(format_of(name))); }
 
 void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size stride_y, Size rows, Size k, Size n,
@@ -116,6 +126,7 @@ void bind_quantised(nb::module_& m) {
   m.def("quantised_pack", &pack_blocks);
   m.def("quantised_pack_groups", &pack_groups);
   m.def("quantised_cut", &cut_out);
+  m.def("quantised_layout", &layout);
   m.def("quantised_block_inputs", &inputs_of_block);
   m.def("quantised_linear", &linear);
   m.def("quantised_gather", &gather);

@@ -36,32 +36,23 @@ static inline Words bits_moved(Words line) {
   else return line & mask;
 }
 
-// The table of four bits, without a sign.
 template <q::Table kTable>
-struct Lookup {};
-template <>
-struct Lookup<q::Table::nonlinear> {
-  static constexpr std::uint8_t values[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-};
-template <>
-struct Lookup<q::Table::float4> {
-  static constexpr std::uint8_t values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-};
+constexpr const std::uint8_t* kLookup = kTable == q::Table::nonlinear ? q::kNonlinear : q::kFloat4;
 
 template <q::Table kTable>
 static inline Words looked_up(Words indices) {
 #if defined(__AVX512F__)
   const __m512i table =
-      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(Lookup<kTable>::values)));
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kLookup<kTable>)));
   return (Words)_mm512_shuffle_epi8(table, (__m512i)indices);
 #elif defined(__AVX2__)
   const __m256i table =
-      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(Lookup<kTable>::values)));
+      _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kLookup<kTable>)));
   return (Words)_mm256_shuffle_epi8(table, (__m256i)indices);
 #else
   std::uint8_t bytes[sizeof(Words)];
   std::memcpy(bytes, &indices, sizeof bytes);
-  for (auto& byte : bytes) byte = Lookup<kTable>::values[byte];
+  for (auto& byte : bytes) byte = kLookup<kTable>[byte];
   return load_words(bytes);
 #endif
 }

@@ -211,6 +211,10 @@ def quantised_pack_groups(format: str, values: int, scales: int, zeros: int, n: 
     """Pack uint8 ``values [n, k]`` with float16 ``scales`` and ``zeros`` ``[n, k / group]``; numbers of 8 bits with
     float32 ``scales``, and without ``zeros`` (0). ValueError: as above, and for a format of GGUF files."""
 
+def quantised_layout(format: str) -> tuple[int, str, str, int, int, int, list[int], bool]:
+    """``Layout`` of src/kernels/quantised.h: bits, scale, minimum, zero, groups of a block, parts of a group; what four
+    bits mean (empty: themselves); whether values are numbers of 8 bits. ValueError: an unknown format."""
+
 def quantised_block_inputs(format: str) -> int:
     """Inputs of a block: a packed weight is cut at multiples of them. ValueError: an unknown format."""
 

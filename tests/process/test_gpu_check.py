@@ -104,7 +104,7 @@ def test_every_target_has_a_part(script) -> None:
 
 def test_without_a_device_what_can_run_does(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    only = [word for part in ("engine", "phi3", "graphs", "8b", "pull") for word in ("--only", part)]
+    only = [word for part in ("engine", "phi3", "graphs", "8b", "4bit", "pull") for word in ("--only", part)]
     command = [sys.executable, str(SCRIPT), *only, "--report", str(file)]
     done = subprocess.run(
         command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240
@@ -114,5 +114,19 @@ def test_without_a_device_what_can_run_does(tmp_path: Path) -> None:
     for name, count in (("engine", 4), ("phi3", 2)):
         checks = [row for row in record["parts"][name]["rows"] if "ok" in row]
         assert record["parts"][name]["status"] == "done" and len(checks) == count and all(row["ok"] for row in checks)
-    assert {record["parts"][name]["why"] for name in ("graphs", "8b", "pull")} == {"no CUDA device"}
+    assert {record["parts"][name]["why"] for name in ("graphs", "8b", "4bit", "pull")} == {"no CUDA device"}
     assert "not run: no CUDA device" in file.with_suffix(".md").read_text()
+
+
+@pytest.mark.usefixtures("executed_processes")
+def test_quantised_weights_are_checked_without_a_device(tmp_path: Path) -> None:
+    """In a process of its own: those that tests fork have no triton."""
+    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
+    file = tmp_path / "found.json"
+    command = [sys.executable, str(SCRIPT), "--only", "quantised", "--report", str(file)]
+    done = subprocess.run(
+        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(file.read_text())["parts"]["quantised"]["rows"]
+    assert len(rows) == 3 and all(row["ok"] and row["same"] for row in rows)

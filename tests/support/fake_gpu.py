@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,6 +234,42 @@ def attend_with_kernels(interpreted: bool) -> None:
     """From now on in this process. False: by their oracle, where a scenario is about the order of what happens, and
     not about what the kernels make of a batch."""
     triton_attention.attend = _one_at_a_time if interpreted else _by_reference
+
+
+# -- forwards
+
+
+def capture_as_on_gpu(module: Any) -> Any:
+    """The captured forward of ``module`` as on a GPU; of quantised weights few rows are multiplied by our kernels."""
+    from memserve.model.capture import forward as capture
+    from memserve.model.gpu.quantised import few_rows_stored, one_row_stored
+    from memserve.model.linears import ROW_BUCKETS
+    from memserve.model.quantised import StoredLinear
+
+    capture._TRIALS = ((1, 1), (5, 2))
+    torch.Tensor.is_cuda = property(lambda _: True)  # what the passes ask
+    try:
+        captured = capture.capture_forward(module)
+    finally:
+        del torch.Tensor.is_cuda
+    assert captured is not None
+    for layer in captured._linears:
+        if isinstance(layer, StoredLinear):
+            for rows in ROW_BUCKETS:
+                kernel = one_row_stored if rows == 1 else few_rows_stored
+                layer.use_kernel(rows, partial(kernel, options=LARGE_PIECES))
+    return captured
+
+
+LARGE_PIECES = {"OUTPUTS": 64, "UNITS": 16, "num_warps": 4}
+"""Of kernels of quantised weights: an interpreted program takes its time whatever its size."""
+
+
+def write_large_pieces() -> None:
+    """From now on in this process, the same of those that write numbers."""
+    from memserve.model.gpu import quantised
+
+    quantised._WRITES = {"ROWS": 64, "UNITS": 32, "num_warps": 4}
 
 
 # -- several of them

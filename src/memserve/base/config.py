@@ -444,9 +444,10 @@ class EngineOptions:
     dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
     quantization: str = option("auto")
-    """How quantised weights, of a ``.gguf`` file or a model folder, are computed with. ``auto``: on a CPU as they are
-    stored, with activations rounded to 15 bits, or to 8 where that hardly changes the model's answers (then requests
-    with ``exact`` are refused), or not at all with FP8; else, and with ``--dtype float32``, as ``none``. ``none``: as
+    """How quantised weights, of a ``.gguf`` file or a model folder, are computed with. ``auto``: as they are stored,
+    on a CPU with activations rounded to 15 bits, or to 8 where that hardly changes the model's answers (then requests
+    with ``exact`` are refused), or not at all with FP8, on a GPU with activations as they are; with ``--dtype
+    float32``, on several GPUs and with adapters on a GPU as ``none``. ``none``: as
     numbers of ``--dtype``. ``int8``, ``int4``: as ``auto``, with the weights of a folder that are numbers rounded to
     that first, once."""
     device: str = option("auto")

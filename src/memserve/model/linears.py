@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,11 @@ class PackedLinear:
             self._dense = weight.clone()
             # Only our kernel gives float32 sums of 16-bit operands: without it the packed copy has no use.
             self._packed = self._packed if weight.dtype == torch.float32 else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``: outputs and inputs."""
+        return self.n, self.k
 
     @property
     def is_native(self) -> bool:
@@ -189,7 +195,7 @@ class PackedLinear:
         return bool((self._few_rows(x, 1).float() - expected).abs().max() <= tolerance * scale)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+Kernel = Callable[[Tensor, Any, Tensor | None, torch.dtype], Tensor]
 """``(x [..., k], weight [n, k], bias [n] or None, dtype of the result) -> [..., n]``."""
 
 ROW_BUCKETS = (1, 16, 32, 64)
@@ -201,6 +207,8 @@ class JoinedLinear:
     that a model is held once while it is captured."""
 
     __slots__ = ("_kernels", "bias", "weight", "wide")
+    weight: Any
+    """``[n, k]``: a tensor, or what its kernels read as one."""
 
     is_native = is_ours = False
 

@@ -12,6 +12,7 @@ scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_g
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -172,14 +173,39 @@ class QuantisedWeight:
         return QuantisedWeight(self.format, n, k, packed, self.inputs)
 
 
-class QuantisedLinear:
+class StoredLinear(ABC):
+    """A linear with a weight that stays quantised, on whatever processor."""
+
+    #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
+    source = 0
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``: outputs and inputs."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [..., k]`` -> ``[..., n]``"""
+
+    @abstractmethod
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of outputs ``ids [...]``, int64 -> ``[..., k]``: an embedding. ``ids`` are trusted to be below
+        ``n``."""
+
+    @abstractmethod
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole weight ``[n, k]`` as numbers."""
+
+
+class QuantisedLinear(StoredLinear):
     """``y = x @ weight.T + bias`` with a quantised ``weight [n, k]``, possibly several weights stacked.
 
     As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
 
     __slots__ = (
         "_bias_address", "_format", "activation_bits", "bias", "exact", "format", "inputs", "k", "n",
-        "source", "weight", "wide",
+        "weight", "wide",
     )  # fmt: skip
 
     is_ours = True  # every product is by our kernels
@@ -207,8 +233,6 @@ class QuantisedLinear:
         self.weight = weights[0].packed if len(weights) == 1 else torch.cat([weight.packed for weight in weights])
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.wide = wide
-        #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
-        self.source = 0
         self.exact = exact
         self.activation_bits = activation_bits
         self.inputs = weights[0].inputs
@@ -228,6 +252,11 @@ class QuantisedLinear:
             x, stride_x, self.weight.data_ptr(), self._bias_address, y, self.k, self.n, self._format,
             self.activation_bits, _CODES[dtype], count,
         )  # fmt: skip
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``"""
+        return self.n, self.k
 
     @property
     def nbytes(self) -> int:
@@ -250,8 +279,7 @@ class QuantisedLinear:
         return y
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weights of outputs ``ids [...]``, int64 -> ``[..., k]``: an embedding. ``ids`` are trusted to be below
-        ``n``."""
+        """See :class:`StoredLinear`."""
         ids = ids.contiguous()
         y = torch.empty((*ids.shape, self.k), dtype=dtype)
         _kernels.quantised_gather(
@@ -260,14 +288,14 @@ class QuantisedLinear:
         return y if self.inputs is None else y.index_select(-1, self.inputs.argsort())
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole weight ``[n, k]`` as numbers."""
+        """See :class:`StoredLinear`."""
         return self.rows(torch.arange(self.n), dtype)
 
 
 class QuantisedEmbedding:
     """The rows of a quantised weight, for a model with its embedding as output head: one copy serves both."""
 
-    def __init__(self, layer: QuantisedLinear, dtype: torch.dtype) -> None:
+    def __init__(self, layer: StoredLinear, dtype: torch.dtype) -> None:
         self._layer, self._dtype = layer, dtype
 
     def __call__(self, ids: Tensor) -> Tensor:

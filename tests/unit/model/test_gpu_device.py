@@ -29,8 +29,8 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module
 
     gpu = options.pop("gpu", None) or FakeGpu()
-    module = tiny_module(family, **options.pop("sizes", {}))
-    model = loaded(module, kv_dtype=options.pop("kv_dtype", "auto"))
+    kv_dtype, sizes = options.pop("kv_dtype", "auto"), options.pop("sizes", {})
+    model = options.pop("model", None) or loaded(tiny_module(family, **sizes), kv_dtype=kv_dtype)
     layers = model.geometry.num_layers
 
     class Watched(TritonAttention):
@@ -502,6 +502,34 @@ def graphs_keep_what_they_read() -> bool:
     return True
 
 
+def quantised_weights() -> bool:
+    """A mix of formats as in Q4_K_M, prompts and decodes in graphs: the tokens of the numbers."""
+    from torch import device as place
+
+    from fake_gpu import capture_as_on_gpu, write_large_pieces
+    from memserve.model.gpu.stored import keep_on_device
+    from memserve.model.loading.stored import remember_stored
+    from quantised_blocks import quantise_matrices
+    from tiny_models import greedy_tokens, loaded, prompt, sequence, tiny_module
+
+    write_large_pieces()
+    module = tiny_module("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    fine = ("v_proj", "down_proj", "embed_tokens")
+    stored = quantise_matrices(module, lambda name: "Q6_K" if any(part in name for part in fine) else "Q4_K")
+    first = prompt(SHORT, 1)
+    expected = greedy_tokens(module, first, 4)
+    remember_stored(module, stored)
+    keep_on_device(module, place("cpu"))
+    model = loaded(module)
+    driver = _driver(model=model, forward=capture_as_on_gpu(module))
+    with driver.gpu.compute.use():
+        driver.device._graphs.capture_all(1)
+    tokens = driver.step([(3, 0, SHORT, (3,))], open=[sequence(3, first, [9, 2])]).tokens
+    assert [*tokens, *driver.decode(3, SHORT, 3)] == expected
+    assert sum(graph.replays for graph in driver.gpu.graphs) == 3
+    return True
+
+
 def late_draws() -> bool:
     """A mask that is late, beside a slot that the host is ahead of."""
     from late_grammar import check_late_draws
@@ -530,6 +558,7 @@ SCENARIOS = {
     "layers are told when they are written": layers_are_told_when_they_are_written,
     "what the host must know waits": what_the_host_must_know_waits,
     "late draws": late_draws,
+    "quantised weights": quantised_weights,
     "seals": seals,
     "pages": pages,
     "pulls on one host": pulls_on_one_host,

@@ -23,7 +23,7 @@ from memserve.model.linears import JoinedLinear, PackedLinear
 from memserve.model.loading.pages import NO_PAGES, WeightPages
 from memserve.model.loading.stored import NOT_STORED, StoredWeights
 from memserve.model.lora import adapt
-from memserve.model.quantised import QuantisedEmbedding, QuantisedLinear
+from memserve.model.quantised import QuantisedEmbedding, StoredLinear
 from memserve.model.states.recurrence import run_operation
 
 aten = torch.ops.aten
@@ -407,7 +407,7 @@ def _reads_one(node: Node) -> bool:
     return not any(isinstance(operand, Tensor) and operand.is_floating_point() for operand in operands)
 
 
-Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear | QuantisedLinear | PackedExperts, list[Tensor]]]
+Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear | StoredLinear | PackedExperts, list[Tensor]]]
 """Packed linears and experts by the tensors that they were made of, which are kept: no other may get their
 addresses."""
 
@@ -474,15 +474,15 @@ def _values_of(group: list[Node]) -> int:
 def share_tied_embedding(graph: fx.Graph) -> None:
     """If an embedding's table is also a packed linear's weight, read it from there: this saves tens of megabytes."""
     layers = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
-    ours = [layer for layer in layers if isinstance(layer, PackedLinear | QuantisedLinear)]
+    ours = [layer for layer in layers if isinstance(layer, PackedLinear | StoredLinear)]
     tied = {layer.source: layer for layer in ours if layer.source}
     for node in nodes_of(graph):
         table = constant_of(node.args[0]) if calls(node, aten.embedding.default) else None
         layer = tied.get(table.data_ptr()) if table is not None else None
-        if table is None or layer is None or table.shape != (layer.n, layer.k):
+        if table is None or layer is None or table.shape != layer.shape:
             continue
         blocks = layer.packed_blocks() if isinstance(layer, PackedLinear) else None
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, StoredLinear):
             replace(graph, node, fused.embed, (node.args[1], QuantisedEmbedding(layer, table.dtype)))
         elif blocks is not None:
             replace(graph, node, fused.embed, (node.args[1], fused.TiedEmbedding(layer, blocks)))
@@ -498,7 +498,7 @@ def keep_stored_embeddings(graph: fx.Graph, packs: Packs, stored: StoredWeights)
         layer = (
             packs[_key(False, [table])][0] if _key(False, [table]) in packs else stored.layer([table], None, wide=False)
         )
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, StoredLinear):
             packs[_key(False, [table])] = layer, [table]
             replace(graph, node, fused.embed, (node.args[1], QuantisedEmbedding(layer, table.dtype)))
     drop_dead(graph)

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from memserve.base.units import ceil_div
 from memserve.model.capture import operations as fused
+from memserve.model.gpu.quantised import FEW_ROWS_STORED, ONE_ROW_STORED, few_rows_stored, one_row_stored
+from memserve.model.gpu.weights import DeviceWeight
 from memserve.model.linears import ROW_BUCKETS, JoinedLinear, Kernel
 
 log = logging.getLogger(__name__)
@@ -157,8 +159,10 @@ def choose_kernels(layers: list[JoinedLinear], seconds: Callable[[list[Callable[
     shapes and numbers of rows are quicker than the library. ``seconds``: what some calls take on the device."""
     groups: dict[tuple[object, ...], list[JoinedLinear]] = defaultdict(list)
     for layer in layers:
-        if layer.weight.dtype in (torch.bfloat16, torch.float16) and layer.weight.stride(1) == 1:
-            groups[layer.weight.shape, layer.weight.dtype, layer.bias is None, layer.dtype].append(layer)
+        weight = layer.weight
+        form = weight.form if isinstance(weight, DeviceWeight) else "rows" if weight.stride(1) == 1 else ""
+        if weight.dtype in (torch.bfloat16, torch.float16) and form:
+            groups[form, weight.shape, weight.dtype, layer.bias is None, layer.dtype].append(layer)
     quicker_count = 0
     for alike in groups.values():
         trial = alike[: max(1, _TRIAL_BYTES // alike[0].weight.nbytes)]
@@ -176,10 +180,7 @@ def _quickest(layers: list[JoinedLinear], rows: int, seconds: Callable[..., floa
     x = torch.randn((rows, weight.shape[1]), device=weight.device).to(weight.dtype)
     expected = layers[0].compute_plain(x).float()
     best, least = None, seconds([partial(layer.compute_plain, x) for layer in layers]) * _GAIN
-    tried: list[Kernel] = [partial(few_rows, options=options) for options in FEW_ROWS]
-    if rows == 1:
-        tried = [partial(one_row, options=options) for options in ONE_ROW] + tried
-    for kernel in tried:
+    for kernel in _kernels_for(weight, rows):
         try:
             error = (kernel(x, weight, layers[0].bias, layers[0].dtype).float() - expected).abs().max()
             if not error <= _TOLERANCE[weight.dtype] * expected.abs().max():
@@ -192,6 +193,18 @@ def _quickest(layers: list[JoinedLinear], rows: int, seconds: Callable[..., floa
         if took < least:
             best, least = kernel, took
     return best
+
+
+def _kernels_for(weight: Tensor | DeviceWeight, rows: int) -> list[Kernel]:
+    """What is tried for a ``weight`` and so many rows."""
+    tried: list[Kernel]
+    if isinstance(weight, DeviceWeight):
+        tried = [partial(few_rows_stored, options=options) for options in FEW_ROWS_STORED]
+        singles: list[Kernel] = [partial(one_row_stored, options=options) for options in ONE_ROW_STORED]
+    else:
+        tried = [partial(few_rows, options=options) for options in FEW_ROWS]
+        singles = [partial(one_row, options=options) for options in ONE_ROW]
+    return singles + tried if rows == 1 else tried
 
 
 _GATE_CODES = {**fused.GATE_CODES, "gelu": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -170,10 +171,10 @@ def load_model(
     left plain (:func:`memserve.model.forward.pack_linears`). ``on_host``: leave it in host memory, to be cut. A model
     that does not fit with ``kv_bytes`` of KV is refused before it is read; None: no look. Raises :class:`UserError`."""
     place = _choose_device(device)
-    dtype_name, adapters = _choose_dtype(dtype, place), read_adapters(lora)
+    dtype_name, adapters, on_cpu = _choose_dtype(dtype, place), read_adapters(lora), place.type == "cpu"
     import torch
 
-    may_keep, on_cpu = quantization != "none" and _takes_stored(dtype, place), place.type == "cpu"
+    may_keep = quantization != "none" and _takes_stored(dtype, place, changes=on_host or lora or updates.lora_folder)
     folder, checkpoint = _resolve_and_check(source, dtype_name, kv_bytes if on_cpu else None, keep_file=may_keep)
     folder = _rounded(folder, quantization)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -183,7 +184,7 @@ def load_model(
     )  # fmt: skip
     tokenizer, original = load_tokenizer(folder), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    identity = _keep_file(module, folder, identity) if may_keep else identity
+    identity = _keep_file(module, folder, identity) if may_keep and on_cpu else identity
     stored, activation_bits = _choose_bits(module, tokenizer, identity)
     regimes, vocab_size = _install_regimes(module) if original else NO_REGIMES, _vocab_size(module)
     return LoadedModel(
@@ -253,10 +254,13 @@ def _probe(
     return geometry, layers
 
 
-def _takes_stored(dtype: str, place: torch.device) -> bool:
+def _takes_stored(dtype: str, place: torch.device, *, changes: object) -> bool:
     """Whether weights may be computed with as they are stored: to ask for float32 is to ask for the arithmetic of the
-    numbers; no kernel of a GPU takes stored weights."""
-    return dtype in ("auto", "bfloat16") and place.type == "cpu"
+    numbers. On a GPU 16 bits are all alike, while kernels of a CPU know no float16; and there ``changes`` need numbers:
+    weights that are cut for several workers, or have adapters."""
+    if place.type == "cpu":
+        return dtype in ("auto", "bfloat16")
+    return dtype != "float32" and not changes and importlib.util.find_spec("triton") is not None
 
 
 def _rounded(folder: ModelFolder, kind: str) -> ModelFolder:
@@ -307,10 +311,17 @@ def _load_and_probe(
     import torch
 
     from memserve.model.forward import linears_alone
-    from memserve.model.loading.stored import number_weights
+    from memserve.model.loading.stored import number_weights, stored_of
 
-    module = _load(folder, getattr(torch, dtype), checkpoint, may_keep=may_keep).to(place)
+    module = _load(folder, getattr(torch, dtype), checkpoint, may_keep=may_keep)
     identity = _fingerprint(module, folder)
+    if place.type != "cpu" and len(stored_of(module)):
+        from memserve.model.gpu.stored import keep_on_device
+
+        identity = _as_stored(f"{identity} on a GPU")  # activations are not rounded there
+        keep_on_device(module, place)
+    else:
+        module.to(place)
     geometry, layers = _probe(module, dtype, block_tokens, identity, keep_latents=keep_latents)
     number_weights(module, linears_alone(module))
     return module, identity, geometry, layers

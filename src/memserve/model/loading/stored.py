@@ -36,6 +36,7 @@ from memserve.model.quantised import (
     FORMATS,
     QuantisedLinear,
     QuantisedWeight,
+    StoredLinear,
     can_follow,
     mark_quantised,
     rounds_activations,
@@ -233,19 +234,31 @@ class StoredWeights:
             last = weight
         return counts
 
-    def layer(self, values: Sequence[Tensor], biases: Sequence[Tensor] | None, *, wide: bool) -> QuantisedLinear | None:
+    def layer(self, values: Sequence[Tensor], biases: Sequence[Tensor] | None, *, wide: bool) -> StoredLinear | None:
         """One layer of weights that can be joined; None: they are not stored quantised."""
         weights = [weight for value in values if (weight := self.of(value)) is not None]
         if len(weights) < len(values):
             return None
         bias = None if biases is None else torch.cat(list(biases))
-        layer = QuantisedLinear(
-            [weight.packed() for weight in weights], bias, wide=wide, activation_bits=self.activation_bits
-        )
+        layer = self.make_layer(weights, bias, dtype=values[0].dtype, wide=wide, bits=self.activation_bits)
         layer.source = values[0].data_ptr() if len(values) == 1 else 0
         for weight in weights:
             weight.forget_packed()
         return layer
+
+    def make_layer(
+        self,
+        forms: Sequence[StoredForm],
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        wide: bool = False,
+        bits: int = 0,
+    ) -> StoredLinear:
+        """A layer of weights that can be joined. ``dtype``: of activations; ``bits``: to which they are rounded (0: not
+        at all); ``wide``: see :class:`QuantisedLinear`."""
+        rounding: dict[str, Any] = {"activation_bits": bits} if bits else {"exact": True}
+        return QuantisedLinear([form.packed() for form in forms], bias, wide=wide, **rounding)
 
     @contextmanager
     def computing_as_stored(
@@ -291,7 +304,8 @@ def number_weights(module: Any, linears: Collection[int]) -> None:
     for name, part in module.named_modules():
         form = stored.forget(part.weight.detach()) if id(part) in linears else None
         if form is not None:
-            part.weight.data = QuantisedLinear([form.packed()]).dequantised(part.weight.dtype)
+            dtype = part.weight.dtype
+            part.weight.data = stored.make_layer([form], dtype=dtype).dequantised(dtype)
             form.forget_packed()
             names.append(name)
     if names:
@@ -366,14 +380,15 @@ class _ComputesAsStored(TorchFunctionMode):
         if stored is None:
             return torch.nn.functional.linear(self._numbers(input), self._numbers(weight), bias)
         is_wide = self._wide is not None and weight.data_ptr() == self._wide.data_ptr()
-        rounding: dict[str, Any] = {"activation_bits": self._bits} if self._bits else {"exact": True}
-        return QuantisedLinear([stored.packed()], bias, wide=is_wide, **rounding)(self._numbers(input))
+        layer = self._weights.make_layer([stored], bias, dtype=input.dtype, wide=is_wide, bits=self._bits)
+        return layer(self._numbers(input))
 
     def _embedding(self, input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
         stored = self._weights.of(weight.detach())
         if stored is None:
             return torch.nn.functional.embedding(input, self._numbers(weight), *rest, **named)
-        return QuantisedLinear([stored.packed()]).rows(input, self._dtype or weight.dtype)
+        dtype = self._dtype or weight.dtype
+        return self._weights.make_layer([stored], dtype=dtype).rows(input, dtype)
 
     def _numbers(self, value: Any) -> Any:
         """``value``, or the numbers of a weight that it stands for: what is done with them is not known. In a sequence:
@@ -389,9 +404,8 @@ class _ComputesAsStored(TorchFunctionMode):
         stored = self._weights.of(value.detach())
         return value if stored is None else self._dequantised(stored, dtype)
 
-    @staticmethod
-    def _dequantised(stored: StoredForm, dtype: torch.dtype) -> Tensor:
-        return QuantisedLinear([stored.packed()]).dequantised(dtype)
+    def _dequantised(self, stored: StoredForm, dtype: torch.dtype) -> Tensor:
+        return self._weights.make_layer([stored], dtype=dtype).dequantised(dtype)
 
 
 _READS_NO_NUMBERS = ("__get__", "__set__", "size", "dim", "stride", "numel", "element_size", "data_ptr", "detach",
