@@ -83,7 +83,7 @@ def test_memory_is_never_exceeded(
     assert divided.pages.pages_each * geometry.block_bytes >= states.nbytes
 
 
-def test_blocks_that_only_name_tokens_are_small_beside_a_snapshot() -> None:
+def test_blocks_that_only_name_tokens_are_small() -> None:
     for block_tokens in (4, 32, 128):
         geometry = naming_geometry(MAMBA, "bfloat16", block_tokens)
         least = 4 * block_tokens  # of an element of K and of V
