@@ -9,9 +9,9 @@ the load of ``layers`` on the L40S with objectives of 3 s and 200 ms: which shar
 MemServe's figure 12, 200 prompts of 1,024 tokens with answers of 32 on 1P1D at five request rates: each transfer mode,
 and ``auto`` with a profile and in a first start; behind each JCT its ratio to that of the best mode.
 
-Means over seeds of the arrivals, or of the trace (``costs``: overrun, four times as quick, first starts wait 0.86 to
-1.16 times as long with single seeds, and as long with eight: ``--seeds 8``). Behind a time by layer, and behind a cost: its ratio to
-the first line of its group.
+Means over seeds of the arrivals, or of the trace (``costs``: four times as quick it is overrun, and a first start waits
+0.86 to 1.16 times as long with single seeds: take eight). Behind a time by layer, and behind a cost: its ratio to the
+first line of its group.
 """
 
 from __future__ import annotations
