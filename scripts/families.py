@@ -92,6 +92,7 @@ def shrunk(config_class: Any) -> Any:
         return small_text(usual)
     if config_class in Causal._model_mapping:
         return small_text(text)
+    # where it is not said, some take sections of much larger heads
     text.rope_parameters = {**(getattr(text, "rope_parameters", None) or {}), "mrope_section": MROPE}
     parts = {name: getattr(usual, name, None) for name in type(usual).sub_configs}
     small = {

@@ -89,9 +89,8 @@ def _campaign(seeds: range, weather: str, plant: str, forced: Forced, jobs: int)
 
     started, seeds_done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
     happened: Counter[str] = Counter()
-    options = {"weather": weather or None, "plant": plant or None}
     with progress_bar("seeds", len(seeds), lambda: seeds_done):
-        for verdict in run_campaign(seeds, **options, forced=forced, jobs=jobs):
+        for verdict in run_campaign(seeds, weather=weather or None, plant=plant or None, forced=forced, jobs=jobs):
             seeds_done, requests, steps = seeds_done + 1, requests + verdict.requests, steps + verdict.steps
             happened += verdict.happened
             if verdict.failure:

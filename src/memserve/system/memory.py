@@ -121,13 +121,13 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
     streamed = pool.dram_blocks * geometry.block_tokens if scheduler.layerwise != "off" else 0
     longest = min(config.max_model_tokens, max(streamed, pool.tokens_in(geometry.block_tokens)))
     sources = pool.source_tokens(geometry.block_tokens) if scheduler.nonprefix_reuse else 0
-    states = 0 if pool.states is None else scheduler.max_running  # beside the arena
+    slots_bytes = 0 if pool.states is None else scheduler.max_running * pool.states.state_bytes  # beside the arena
     return MemoryBound(
         program_bytes=PROGRAM_BYTES,
         weights_bytes=model.weights_bytes,
         arenas_bytes=pool.hbm_blocks * geometry.block_bytes
         + (pool.dram_blocks - pool.ssd_blocks) * lower_block_bytes(geometry, pool.lower_dtype)
-        + states * (pool.states.state_bytes if pool.states is not None else 0),
+        + slots_bytes,
         peers_bytes=PEERS_BYTES + pool.hbm_blocks * geometry.block_bytes if in_cluster else 0,
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
         activations_bytes=_activations_bytes(model, step_tokens) + LATENT_SCRATCH_BYTES * geometry.latent,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memserve.base.units import ceil_div
 from memserve.model.capture import operations as fused
-from memserve.model.gpu.quantised import FEW_ROWS_STORED, ONE_ROW_STORED, few_rows_stored, one_row_stored
+from memserve.model.gpu.quantised import FEW_ROWS_STORED, ONE_ROW_STORED, Options, few_rows_stored, one_row_stored
 from memserve.model.gpu.weights import DeviceWeight
 from memserve.model.linears import ROW_BUCKETS, JoinedLinear, Kernel
 
@@ -85,8 +85,6 @@ def few_rows_kernel(
     place = y + rows[:, None] * n + outputs[None, :]
     tl.store(place, sums.to(y.dtype.element_ty), mask=live_rows[:, None] & live[None, :])
 
-
-Options = dict[str, int]
 
 ONE_ROW: tuple[Options, ...] = (
     {"OUTPUTS": 4, "INPUTS": 1024, "num_warps": 4}, {"OUTPUTS": 2, "INPUTS": 2048, "num_warps": 4},
