@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fleet_store import split, with_store
-from fleet_world import BLOCK, GEOMETRY, LAYERS, TransferMode, computed, fleet_config, pair, stats, story_of
+from fleet_store import StoreMember, split, with_store
+from fleet_world import BLOCK, GEOMETRY, LAYERS, Fleet, TransferMode, computed, fleet_config, pair, stats, story_of
 from instance_world import PROMPT, VOCAB, request
 from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
@@ -193,6 +193,21 @@ def test_a_store_keeps_prompts_and_answers_with_their_states(states):
     assert from_store(fleet, [*PROMPT[:18], *job.got[0], 1, 2], 28) == 18 + 11 + 2 - 28
     assert from_store(fleet, [*PROMPT[:17], 9, 9, 9, 9], 16) == 21 - 16
     assert stats(fleet, "d").snapshots_used == 2 and stats(fleet, "d").store_tokens == 28
+    fleet.finish()
+
+
+@pytest.mark.parametrize("states", STATES)
+def test_store_that_joins_late_gets_reused_states(states):
+    sizes = {"hbm": 96, "states": STATES[states]}
+    fleet = Fleet(p=fleet_config(**sizes), d=fleet_config(**sizes))
+    fleet.submit(request("a", PROMPT[:18], max_tokens=1), "p")
+    fleet.run()
+    fleet.members["s"] = StoreMember(fleet)
+    fleet.welcome_all()
+    fleet.submit(request("b", [*PROMPT[:17], 9], max_tokens=1), "p")
+    fleet.run()
+    assert stats(fleet, "p").store_blocks_taken == 16 // BLOCK + STATES[states].pages_each
+    assert from_store(fleet, [*PROMPT[:17], 9, 9, 9, 9], 16) == 21 - 16
     fleet.finish()
 
 

@@ -132,6 +132,30 @@ def test_offered_blocks_are_not_offered_again():
     fleet.finish()
 
 
+def test_store_that_joins_late_gets_what_is_reused():
+    """It is offered what was computed before it was there once that is used again: once in a minute, as it may have
+    lost it, which costs nothing where it has not."""
+    fleet = pair(ROOMY, ROOMY)
+    fleet.submit(request("a", PROMPT[:16], max_tokens=1), "p")
+    fleet.run()
+    store = fleet.members["s"] = StoreMember(fleet)
+    fleet.welcome_all()
+
+    def run(name):
+        fleet.submit(request(name, PROMPT[:17], max_tokens=1), "p")
+        fleet.run()
+        return stats(fleet, "p").store_blocks_offered
+
+    fleet.run()
+    assert not offers(fleet) and store.has(tokens_of(16)) == 0
+    assert run("b") == 4 and store.has(tokens_of(16)) == 4 and computed(fleet, "p") == 17
+    assert run("c") == 4
+    fleet.pass_time(61 * NS_PER_S)
+    store.pool.release([store.pool.table.popitem()[1]])
+    assert run("d") == 8 and store.has(tokens_of(16)) == 4
+    fleet.finish()
+
+
 def test_the_store_hears_which_blocks_are_used():
     """Of each once in ten seconds, and not of those that were computed just now."""
     fleet = with_store(p=fleet_config(**ROOMY))

@@ -382,6 +382,7 @@ class World:
             self._run_until(self.clock.now + ns_from_s(max(refused.values())))
         require(not refused, f"the cluster was healed, and its gate never lets in what fits: {refused}")
         self._run_until(self.clock.now + 6 * SECOND)  # a store may not know the process that offers it blocks
+        self._end_transfers()
         self.check_at_rest()
 
     def _come_to_rest(self) -> None:
@@ -394,7 +395,12 @@ class World:
         if any(node.plans for node in self.instances):
             self._run_while(lambda: any(node.plans for node in self.instances), self.clock.now + 60 * SECOND)
             self._run_until(self.clock.now + 3 * SECOND)
-        if self._has_transfers():  # offers of one that has ended no plan yet, of which the other side does not know
+        self._end_transfers()
+
+    def _end_transfers(self) -> None:
+        """Offers of which the other side does not know end with their leases, which are longer where plans were long,
+        or where none has ended yet."""
+        if self._has_transfers():
             ends_ns = store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS
             self._run_while(self._has_transfers, self.clock.now + ends_ns)
             self._run_until(self.clock.now + 1 * SECOND)

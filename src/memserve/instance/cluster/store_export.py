@@ -5,6 +5,8 @@
     published (blocks of a row, of an answer)  --> pending              the cache has got them just now
     planned, settle                            --> offered              ``store_offers``
     kept (a named prefix), and what is beyond the limit of lent blocks --> offered later, if it is still cached
+    reused, and not offered for a while                                --> offered later, as well: the store may have
+                                                                           joined since, or have lost it
 
 No request waits for any of this. Blocks that are lent to the store cannot be evicted, so they are few, they are lent
 for a few seconds at most, and where a request needs the room, they are taken back. Without a store the cache has no
@@ -178,8 +180,15 @@ class StoreWriter:
 
     def on_reused(self, sequence: Sequence, tokens: TokenArray) -> None:
         """``sequence`` goes on from ``tokens``, which were cached here: stores are not asked for them, and would take
-        them for forgotten."""
-        self._reused.append(self._state.memory.pool.identities(sequence.group.isolation, tokens))
+        them for forgotten. What was not offered for a while is: a store that has it takes nothing, and one that came
+        after it was computed, or has lost it, gets what is used again."""
+        isolation, pool = sequence.group.isolation, self._state.memory.pool
+        self._reused.append(pool.identities(isolation, tokens))
+        self._offer_cached(sequence, tokens)
+        self.on_snapshot_kept(isolation, tokens)
+        windows = pool.config.windows
+        if windows is not None:
+            self._put_off(self._parts, sequence.key, _Later(isolation, tokens, windows.first_entry(len(tokens))))
 
     def _report_reused(self, now_ns: int) -> None:
         """Tell stores of blocks that were used, each once in ``USED_EVERY_NS``."""
@@ -206,6 +215,9 @@ class StoreWriter:
 
     def on_left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The cache has got ``tokens`` of ``sequence`` out of DRAM: they are offered out of the cache."""
+        self._offer_cached(sequence, tokens)
+
+    def _offer_cached(self, sequence: Sequence, tokens: TokenArray) -> None:
         isolation, first, end = sequence.group.isolation, 0, len(tokens) // self._block_tokens
         identities = self._state.memory.pool.identities(isolation, tokens)
         while first < end and self.offers.was_offered(identity_at(identities, first)):
