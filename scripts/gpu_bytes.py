@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from gpu_attention import milliseconds
@@ -19,8 +21,13 @@ from gpu_report import Row, need_device
 
 from memserve.base.types import KVGeometry
 
+if TYPE_CHECKING:
+    from memserve.protocol.peers import PeerInfo
+    from memserve.transport.ranges import Ranges
+
 JUDGED_BYTES = 1 << 20
 """Smaller blocks are of models that no GPU is bought for."""
+SECRET = "of the check alone"
 OWN_PAGES = "--own-pages"
 """How ``gpu_check.py`` is told to be the owner of :func:`pull`."""
 
@@ -145,6 +152,7 @@ def _pull_from(owner: subprocess.Popen[str], owner_facts: dict[str, object]) -> 
     share = 2 * count * size / ms / 1e6 / copy_gb_s()
     yield {"what": f"{count} blocks", "target": "pull between two processes", "share": share,
            "gb_s": count * size / ms / 1e6}  # fmt: skip
+    yield from _staged(info, ranges, str(owner_facts["pages_at"]), owner_facts["seals"])
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     try:
@@ -157,6 +165,31 @@ def _pull_from(owner: subprocess.Popen[str], owner_facts: dict[str, object]) -> 
     yield {"what": "the reader's context lives", "ok": True}
 
 
+def _staged(info: PeerInfo, ranges: Ranges, pages_at: str, seals: object) -> Iterator[Row]:
+    """The same as a store of this host reads it: without a GPU, beside the channel that sends the bytes."""
+    from memserve import _core
+    from memserve.base.types import Tier
+    from memserve.transport.links.encrypted import CurveLink
+    from memserve.transport.links.staging import StagedLink
+    from memserve.transport.network_devices import ListenAddress
+
+    host = {Tier.DRAM: _core.SharedArena(info.arenas[0].arena_bytes)}
+    channel = CurveLink(host, ListenAddress(SECRET), ranges.range_bytes)
+    staged = StagedLink(host, channel)
+    info = msgspec.structs.replace(info, pages_at=pages_at)
+    channel.add_peer(info)
+    staged.add_peer(info)
+    for link, name in ((staged, "staged"), (channel, "through the channel")):
+        read = link.read(info.peer, Tier.HBM, Tier.DRAM, ranges)
+        yield {"what": f"a store's read, {name}, is right", "ok": [str(seal) for seal in read] == seals}
+        began = time.perf_counter()
+        link.read(info.peer, Tier.HBM, Tier.DRAM, ranges)
+        seconds = time.perf_counter() - began
+        yield {"what": f"a store's read, {name}", "gb_s": ranges.total_bytes / seconds / 1e9}
+    staged.close()
+    channel.close()
+
+
 class _Seen:
     """Memory at an address, for torch."""
 
@@ -167,16 +200,21 @@ class _Seen:
 
 
 def own_pages() -> None:
-    """The owner of :func:`pull`: exports an arena, says its seals, waits for its end."""
+    """The owner of :func:`pull`: exports an arena, says its seals, answers stores, waits for its end."""
+    from memserve.base.types import Tier
+    from memserve.transport.links.encrypted import CurveLink
     from memserve.transport.links.gpu_memory import GpuMemory
+    from memserve.transport.network_devices import ListenAddress
 
     size = KVGeometry(32, 8, 128, 128, "bfloat16").block_bytes
     arena = GpuMemory(torch.randint(0, 256, (128 * size,), dtype=torch.uint8, device="cuda"))
     arena.generation = 1
     torch.cuda.synchronize()
     sealed = [str(seal) for seal in arena.seal(np.arange(128, dtype=np.int64) * size, size)]
+    channel = CurveLink({Tier.HBM: arena}, ListenAddress(SECRET), size)
     description = {
         "address": arena.address,
+        "pages_at": channel._answering.address,
         "fd": arena.fd,
         "pid": os.getpid(),
         "exported": arena.export_handle().hex(),

@@ -29,6 +29,8 @@ _LIBRARY = "libcuda.so.1"
 _NAME_BYTES, _HANDLE_BYTES = 256, 64
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # of CUdevice_attribute
 _LAZY_PEER_ACCESS = 1
+_PINNED_FOR_ALL = 1 | 2
+"""``CU_MEMHOSTREGISTER_PORTABLE`` and ``DEVICEMAP``: for every context, and for kernels."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 GPUS_MAX = 64
 """More than a host has."""
@@ -129,6 +131,17 @@ class Driver:
         """Give back what :meth:`map` has mapped."""
         self._enter_context()
         self._call_driver("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Memory of the host stays where it is, and all devices reach it, until :meth:`unpin`."""
+        self._enter_context()
+        arguments = ctypes.c_uint64(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PINNED_FOR_ALL)
+        self._call_driver("cuMemHostRegister_v2", *arguments)
+
+    def unpin(self, address: int) -> None:
+        """Memory that was pinned is as other memory again."""
+        self._enter_context()
+        self._call_driver("cuMemHostUnregister", ctypes.c_uint64(address))
 
     def _enter_context(self) -> None:
         """Make the device's primary context that of this thread."""

@@ -28,6 +28,7 @@ from memserve.transport.links.gpu_memory import GpuMemory, seal_ranges
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.links.shared_memory import ShmLink, this_host
+from memserve.transport.links.staging import StagedLink
 from memserve.transport.network_devices import ListenAddress, has_rdma
 from memserve.transport.ports import (
     Arenas,
@@ -141,7 +142,8 @@ def open_data_port(
     elif link == "trusted":
         log.warning("no RDMA adapter: KV goes to other hosts through the cluster's encrypted channel")
     if link in ("auto", "trusted", "curve") and listen_address is not None:
-        links.append(CurveLink(arenas, listen_address, geometry.block_bytes, kv_codec=kv_codec))
+        channel = CurveLink(arenas, listen_address, geometry.block_bytes, kv_codec=kv_codec)
+        links += [channel] if link == "curve" else [StagedLink(arenas, channel), channel]
     if not links:
         raise UserError("pages go through the channel of a cluster, and this process is in none", param="link")
     return PagePort(geometry, arenas, links, on_pages)

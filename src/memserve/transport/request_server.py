@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -119,6 +120,8 @@ class Line:
         self.keys = keys
         #: whether an answer has come over it
         self.was_used = False
+        #: names it to the other end; no other line has it
+        self.number = secrets.randbits(62) | 1
         self.socket: Socket = context.socket(zmq.DEALER)
         configure(self.socket, address)
         limit_frames(self.socket, bytes_max)

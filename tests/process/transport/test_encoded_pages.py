@@ -130,7 +130,7 @@ def test_member_of_before_is_answered_as_ever(made: Callable[..., Pair]) -> None
     number, payload = answer_of(pair, [msgspec.msgpack.encode(head), where])
     assert msgspec.msgpack.decode(number) == 7 and payload == pair.source[size : 2 * size].tobytes()
     assert len(answer_of(pair, [msgspec.msgpack.encode([*head, _core.KV_CODEC_VERSION]), where])) == 4
-    later = [*head, _core.KV_CODEC_VERSION + 1, "and what a later member would say"]
+    later = [*head, _core.KV_CODEC_VERSION + 1, 0, "and what a later member would say"]
     assert len(answer_of(pair, [msgspec.msgpack.encode(later), where])) == 2, "a codec that is not known here"
 
 

@@ -206,6 +206,7 @@ def the_channel_hands_out_whole_blocks() -> bool:
     from memserve import _core
     from memserve.protocol.peers import Peer
     from memserve.transport.links.encrypted import CurveLink
+    from memserve.transport.links.staging import StagedLink
     from memserve.transport.network_devices import ListenAddress
     from memserve.transport.ports import LinkError
     from memserve.transport.ranges import Ranges
@@ -216,6 +217,7 @@ def the_channel_hands_out_whole_blocks() -> bool:
     owner = CurveLink({Tier.HBM: source.memory}, where, geometry.block_bytes)
     host = _core.SharedArena(BLOCKS * geometry.block_bytes)
     reader = CurveLink({Tier.HBM: target.memory, Tier.DRAM: host}, where, geometry.block_bytes)
+    staged = StagedLink({Tier.DRAM: host}, reader)
     info = owner.describe(source.info())
     place = msgspec.structs.replace(info.arenas[0], shards=())
     older = msgspec.structs.replace(info, peer=Peer("owner", 1), arenas=(place,))
@@ -230,6 +232,10 @@ def the_channel_hands_out_whole_blocks() -> bool:
                 assert (reader.read(info.peer, Tier.HBM, tier, ranges) == want).all()
             for landed in (target.whole.numpy().ravel(), np.frombuffer(host, np.uint8)):
                 assert same_bytes(ranges, whole, landed)
+            staged.add_peer(known)
+            np.frombuffer(host, np.uint8)[:] = 0
+            assert (staged.read(info.peer, Tier.HBM, Tier.DRAM, ranges) == want).all()
+            assert staged._staging and same_bytes(ranges, whole, np.frombuffer(host, np.uint8))
         half = np.array([geometry.page_bytes // 2], np.int64)
         try:
             reader.read(info.peer, Tier.HBM, Tier.DRAM, Ranges(half, half * 0, geometry.page_bytes))
@@ -238,6 +244,7 @@ def the_channel_hands_out_whole_blocks() -> bool:
         else:
             raise AssertionError("half a page was handed out")
     finally:
+        staged.close()
         reader.close()
         owner.close()
     return True

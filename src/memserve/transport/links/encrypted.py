@@ -11,7 +11,8 @@ What was given up comes late, or never, in a message that is not read: nothing b
 
 A reader asks for encoded bytes where that pays (``system/kv_codec.py``): it knows what a byte takes on its way from
 this peer, without what both ends spend on the codec. A member that knows nothing of the codec does not look at what is
-asked behind its own fields, and answers as ever; it is never sent an encoding that it did not ask for.
+asked behind its own fields, and answers as ever; it is never sent an encoding that it did not ask for. So it is with
+readers on the same host, which take what lies on a GPU out of memory that both see (``links/staging.py``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from memserve.system.kv_codec import CodecGate, KvCodec, LearntRate
 from memserve.system.secrets import as_followed
 from memserve.transport.curve import CurveKeys
 from memserve.transport.links.gpu_memory import GpuMemory
+from memserve.transport.links.staging import FindStaging, StagedPlace, StagingRings
 from memserve.transport.network_devices import ListenAddress
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import (
@@ -72,14 +74,18 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
     range_bytes: int
     codec: int = 0
     """The version of the codec in which an answer may come; 0: none."""
+    line: int = 0
+    """Names the line to its owner, which may answer with a place in memory that both see; 0: the reader sees none."""
 
 
 class _Facts(msgspec.Struct, frozen=True, array_like=True):
-    """Behind the bytes that were asked for with a codec."""
+    """Behind the bytes that were asked for with a codec, or by a reader that sees memory of the owner."""
 
     is_encoded: bool
     encode_ns: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
     """What that took of a CPU, or the attempt."""
+    staged: StagedPlace | None = None
+    """Where they lie instead."""
 
 
 _decode_facts = msgspec.msgpack.Decoder(_Facts).decode
@@ -133,6 +139,7 @@ class _Reading:
     target: ArenaMemory
     way: _Way
     travelled: Travelled
+    find_staging: FindStaging | None
     _since_ns: int = 0
     """When something was on its way for the first time, or the last piece had come."""
     _counts: bool = False
@@ -192,6 +199,7 @@ class CurveLink:
         """From peers that were read from."""
         self._numbers = 0
         self._context = new_context()
+        self._staging = StagingRings(self._bytes_max, _UNDER_WAY, 2 * self._stall_ns)
         sizes = {"bytes_max": self._bytes_max, "queued_max": 2 * _UNDER_WAY}
         self._answering = Answering(listen_address, "pages", self._answer_request, **sizes)
 
@@ -221,9 +229,17 @@ class CurveLink:
         """The thread that answers waits for questions."""
 
     def read(
-        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
+        self,
+        peer: Peer,
+        src_tier: Tier,
+        dst_tier: Tier,
+        ranges: Ranges,
+        travelled: Travelled | None = None,
+        *,
+        find_staging: FindStaging | None = None,
     ) -> Seals:
-        """Ask piece by piece, and copy what comes. Raises :class:`LinkError`."""
+        """Ask piece by piece, and copy what comes, or what the peer stages where this process finds that. Raises
+        :class:`LinkError`."""
         with self._lock:
             info = self._peers.get(peer)
         if info is None:
@@ -235,7 +251,7 @@ class CurveLink:
         if ranges.range_bytes > self._bytes_max:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a message")
         connection, until_ns = self._take_connection(info), time.monotonic_ns() + self._stall_ns
-        reading = _Reading(peer, src_tier, target, self._way_from(peer), travelled or Travelled())
+        reading = _Reading(peer, src_tier, target, self._way_from(peer), travelled or Travelled(), find_staging)
         try:
             while True:
                 try:
@@ -258,6 +274,7 @@ class CurveLink:
     def close(self) -> None:
         """Answer nothing any more, disconnect everywhere."""
         self._answering.close()
+        self._staging.close()
         with self._lock:
             self._close_connections()
         self._context.term()
@@ -309,8 +326,9 @@ class CurveLink:
             number = self._numbers
         lands_here = not isinstance(reading.target, GpuMemory) and piece.range_bytes >= _ENCODED_RANGE_MIN
         codec = _core.KV_CODEC_VERSION if lands_here and reading.way.wants_encoded() else 0
+        line = 0 if reading.find_staging is None else connection.number
         peer = reading.peer
-        head = _encode(_Head(number, peer.generation, int(reading.tier), piece.range_bytes, codec))
+        head = _encode(_Head(number, peer.generation, int(reading.tier), piece.range_bytes, codec, line))
         try:
             connection.socket.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
         except zmq.Again as error:
@@ -329,10 +347,16 @@ class CurveLink:
             raise LinkError("the peer answers something else")
         facts = _facts_of(frames[2]) if len(frames) == 3 else None
         came, began_ns = np.frombuffer(frames[0].buffer, np.uint8), time.perf_counter_ns()
+        if facts is not None and facts.staged is not None:
+            seals = _land_staged(facts.staged, reading, piece)
+            reading.begin(is_connected=False)  # what the way takes is told by bytes that come over it
+            return seals
         if facts is not None and facts.is_encoded:
             seals = self._decode_piece(came, reading.target, piece)
+        elif came.nbytes != piece.total_bytes:
+            raise LinkError("the peer answers something else")
         else:
-            seals = _land_piece(came, reading.target, piece)
+            seals = _land_piece(came.ctypes.data, reading.target, piece)
         reading.note_piece(piece.total_bytes, came.nbytes, time.perf_counter_ns() - began_ns, facts)
         return seals
 
@@ -373,6 +397,10 @@ class CurveLink:
             return [number, b"", b"no such ranges"]
         if arena.generation != head.generation:
             return [number, b"", b"another generation"]
+        if head.line and isinstance(arena, GpuMemory):
+            staged = self._staging.stage_ranges(head.line, arena, offsets, size, time.monotonic_ns())
+            if staged is not None and arena.generation == head.generation:
+                return [number, b"", b"", _encode(_Facts(False, 0, staged))]
         encodes = head.codec == _core.KV_CODEC_VERSION and self._codec.mode != "none"
         encoded, spent_ns = self._encode_ranges(arena, offsets, size) if encodes else (None, 0)
         payload = _copy_ranges(arena, offsets, size) if encoded is None else encoded
@@ -399,13 +427,21 @@ def _facts_of(frame: zmq.Frame) -> _Facts:
         raise LinkError("the peer answers something else") from None
 
 
-def _land_piece(came: Bytes, target: ArenaMemory, piece: Ranges) -> Seals:
-    if came.nbytes != piece.total_bytes:
-        raise LinkError("the peer answers something else")
+def _land_staged(place: StagedPlace, reading: _Reading, piece: Ranges) -> Seals:
+    if reading.find_staging is None:
+        raise LinkError("the peer stages what was not asked for")
+    arena = reading.find_staging(place)
+    if not 0 <= place.begin <= arena.nbytes - piece.total_bytes:
+        raise LinkError("the peer stages outside of its memory")
+    return _land_piece(arena.address + place.begin, reading.target, piece)
+
+
+def _land_piece(address: int, target: ArenaMemory, piece: Ranges) -> Seals:
+    """Its ranges lie one after the other at ``address``."""
     places = np.arange(len(piece), dtype=np.int64) * piece.range_bytes
     if isinstance(target, GpuMemory):
-        return target.land_host(piece.dst_offsets, came.ctypes.data, places, piece.range_bytes)
-    return _core.copy_ranges_sealed(target.address, piece.dst_offsets, came.ctypes.data, places, piece.range_bytes)
+        return target.land_host(piece.dst_offsets, address, places, piece.range_bytes)
+    return _core.copy_ranges_sealed(target.address, piece.dst_offsets, address, places, piece.range_bytes)
 
 
 def _has_ranges(arena: ArenaMemory, offsets: Any, range_bytes: int) -> bool:

@@ -235,6 +235,19 @@ class GpuMemory:
             if stream is not None:
                 stream.synchronize()
 
+    def pin_host(self, address: int, nbytes: int) -> None:
+        """Let the copy engines of this process's device reach memory of the host. Raises :class:`DriverError`."""
+        if self._flat.device.type == "cuda":
+            (self._driver or Driver()).pin(address, nbytes)
+
+    def unpin_host(self, address: int) -> None:
+        """The reverse of :meth:`pin_host`, before the memory goes."""
+        try:
+            if self._flat.device.type == "cuda":
+                (self._driver or Driver()).unpin(address)
+        except DriverError as error:  # the context is gone, and with it what it had pinned
+            log.info("%s", error)
+
     def allocate_like(self, nbytes: int) -> GpuMemory:
         """Further memory of this process's device."""
         import torch
