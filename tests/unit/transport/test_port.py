@@ -212,16 +212,21 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="channel of a cluster"):
         open_data_port("curve", GEOMETRY, {}, print)
     here = ListenAddress(SECRET)
-    without = (("auto", ["shm", "curve"]), ("trusted", ["shm", "curve"]), ("shm", ["shm"]), ("curve", ["curve"]))
+    without = (
+        ("auto", ["shm", "staged", "curve"]),
+        ("trusted", ["shm", "staged", "curve"]),
+        ("shm", ["shm"]),
+        ("curve", ["curve"]),
+    )
     for kind, names in without:
         port = open_data_port(kind, GEOMETRY, {}, print, here)
         assert [link.name for link in port._links] == names
         port.close()
     monkeypatch.setattr(data, "nixl_is_installed", lambda: True)
     monkeypatch.setattr(data, "NixlLink", lambda *_, host=None: FakeLink("nixl"))
-    for adapters, trusted in ((True, ["shm", "nixl", "curve"]), (False, ["shm", "curve"])):
+    for adapters, trusted in ((True, ["shm", "nixl", "staged", "curve"]), (False, ["shm", "staged", "curve"])):
         monkeypatch.setattr(data, "has_rdma", lambda _host, adapters=adapters: adapters)
-        for kind, names in (("auto", ["shm", "curve"]), ("trusted", trusted), ("nixl", ["nixl"])):
+        for kind, names in (("auto", ["shm", "staged", "curve"]), ("trusted", trusted), ("nixl", ["nixl"])):
             port = open_data_port(kind, GEOMETRY, {}, print, here)
             assert [link.name for link in port._links] == names, "NIXL where the network is trusted and has RDMA"
             port.close()
@@ -233,7 +238,7 @@ def test_failing_nixl_start_leaves_the_other_links(monkeypatch: pytest.MonkeyPat
     with pytest.raises(UserError, match="does not start"):
         open_data_port("nixl", GEOMETRY, {}, print)
     port = open_data_port("trusted", GEOMETRY, {}, print, ListenAddress(SECRET))
-    assert [link.name for link in port._links] == ["shm", "curve"]
+    assert [link.name for link in port._links] == ["shm", "staged", "curve"]
     port.close()
 
 
