@@ -29,8 +29,15 @@ def shown(tokens: list[int]) -> str:
 
 @pytest.mark.parametrize(
     ("family", "flags"),
-    [("gemma2", ()), ("gpt_oss", ()), ("gemma2", ("--decode-tensor-parallel", "2")), ("gemma4", ()), ("llama4", ())],
-    ids=["gemma2", "gpt_oss", "gemma2, two workers decode", "gemma4", "llama4"],
+    [
+        ("gemma2", ()),
+        ("gpt_oss", ()),
+        ("gemma2", ("--decode-tensor-parallel", "2")),
+        ("gemma4", ()),
+        ("llama4", ()),
+        ("mistral", ()),
+    ],
+    ids=["gemma2", "gpt_oss", "gemma2, two workers decode", "gemma4", "llama4", "mistral"],
 )
 def test_prefill_and_decode_answer_as_the_model(family: str, flags: tuple[str, ...], tmp_path: Path) -> None:
     """Cold, warm, and as turns of a conversation: what the decode instance has computed comes back with its window."""

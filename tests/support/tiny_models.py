@@ -68,6 +68,8 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
             layers = {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "attention_chunk_size": 48, "head_dim": 16}
             layers |= {"num_local_experts": 4, "intermediate_size_mlp": 48, "floor_scale": 40}
             return t.Llama4TextConfig(**(gated | layers | sizes))
+        case "mistral":  # a window on every layer
+            return t.MistralConfig(**(gated | {"num_hidden_layers": 5, "sliding_window": 24, "head_dim": 16} | sizes))
         case "mixtral":  # experts
             return t.MixtralConfig(**(gated | {"num_local_experts": 4, "num_experts_per_tok": 2} | sizes))
         case "phi3":  # q, k, v in one linear, gate and up in another

@@ -11,6 +11,8 @@ these::
 
 Pages of a model have one size all the same: the largest that all its layers' KV are whole numbers of. So tiers,
 transfers and stores move blocks of equal pages, nothing is padded, and there is one memory for all kinds of layers.
+
+Where every layer reads a window, blocks have a few pages of no layer: they name tokens, and parts hang at them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,12 @@ from memserve.base.units import ceil_div
 
 _FORMAT = 2
 """Of how layers' KV lies: another one for any change of it."""
+
+_NAMING_SHARE = 16
+"""Blocks that only name tokens take one of so many pages: what is kept of all tokens for ever, beside how many tables
+kernels follow."""
+_NAMED_LEAST = 4
+"""Pages of a part for each of such a block: of fewer, too much would be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ class LayerLayout:
     @cached_property
     def block_pages(self) -> int:
         """Pages of a block."""
-        return sum(self._pages_of(number) for number in self._kept(is_local=False))
+        pages = [self._pages_of(number) for number in self._kept(is_local=False)]
+        return sum(pages) if pages else naming_pages(self.layers)
 
     @cached_property
     def runs(self) -> tuple[PageRun, ...]:
@@ -175,10 +184,12 @@ class LayerLayout:
         return runs
 
 
-def lay_out(layers: Sequence[LayerKv], *, is_apart: bool = False) -> LayerLayout | None:
-    """The layout of a model with these layers. ``is_apart``: windows' and chunks' KV lies apart where that is worth it.
-    None: all layers keep the same, in one block."""
-    layout = LayerLayout(tuple(layers), is_apart and _is_worth_a_part(layers))
+def lay_out(
+    layers: Sequence[LayerKv], *, is_apart: bool = False, context_tokens: int | None = None
+) -> LayerLayout | None:
+    """The layout of a model with these layers. ``is_apart``: windows' and chunks' KV lies apart where that is worth it,
+    with contexts of up to ``context_tokens``; None: of any length. None: all layers keep the same, in one block."""
+    layout = LayerLayout(tuple(layers), is_apart and _is_worth_a_part(layers, context_tokens))
     has_owners = any(layer.owner is not None for layer in layers)
     return layout if layout.is_apart or has_owners or not layout.has_one_shape else None
 
@@ -188,14 +199,27 @@ def keep_every_layer(layers: Sequence[LayerKv]) -> tuple[LayerKv, ...]:
     return tuple(replace(layer, owner=None) for layer in layers)
 
 
-def _is_worth_a_part(layers: Sequence[LayerKv]) -> bool:
-    """Whether layers that read everything have enough KV for a block, and others enough to fill one."""
+def naming_pages(layers: Sequence[LayerKv]) -> int:
+    """Pages of a block that only names tokens, in a model all of whose ``layers`` are local: any layer fits."""
+    own = [layer.elements for layer in layers if layer.owner is None]
+    return max(max(own) // gcd(*own), ceil_div(sum(own) // gcd(*own), _NAMING_SHARE))
+
+
+def _is_worth_a_part(layers: Sequence[LayerKv], context_tokens: int | None) -> bool:
+    """Whether layers that read everything have enough KV for a block, and others enough to fill one. Where there are
+    none such: whether windows end within a context, and a block that only names tokens is small."""
     local, others = (
         [layer.elements for layer in layers if layer.owner is None and layer.is_local == is_local]
         for is_local in (True, False)
     )
     has_one_chunk = len({layer.chunk for layer in layers if layer.chunk}) <= 1  # borders of several would not meet
-    return bool(local and others) and max(local) <= sum(others) <= sum(local) and has_one_chunk
+    if not local or not has_one_chunk:
+        return False
+    if not others:
+        if context_tokens is not None and max(max(layer.window, layer.chunk) for layer in layers) >= context_tokens:
+            return False
+        return _NAMED_LEAST * naming_pages(layers) <= sum(local) // gcd(*local)
+    return max(local) <= sum(others) <= sum(local)
 
 
 @dataclass(frozen=True, slots=True)

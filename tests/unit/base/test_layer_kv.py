@@ -26,7 +26,7 @@ def test_layers_that_keep_the_same_need_no_layout() -> None:
     assert lay_out(windows(0, 0, 0)) is None
     assert lay_out(windows(8, 0, 8)) is None
     assert lay_out(windows(0, 0, 8), is_apart=True) is None  # mostly empty parts
-    assert lay_out(windows(8, 8), is_apart=True) is None  # there is no block
+    assert lay_out(windows(8, 8, 8), is_apart=True) is None  # a block that only names tokens would be as large
 
 
 def test_windows_fill_parts_in_their_order() -> None:
@@ -37,6 +37,20 @@ def test_windows_fill_parts_in_their_order() -> None:
     assert tables == [(1, 0), (1, 1), (0, 0), (2, 0), (2, 1), (0, 1), (3, 0)]
     assert layout.digest != LayerLayout(layout.layers).digest
     assert layout.block_geometry("bfloat16", 32).page_bytes == 32 * 16 * 2
+
+
+def test_blocks_of_windows_alone_only_name_tokens() -> None:
+    """Mistral 7B 0.1: 32 layers in 16 blocks of a part, beside one whose two pages are nobody's."""
+    layout = lay_out([LayerKv(8, 128, 128, 4096)] * 32, is_apart=True)
+    assert layout is not None
+    assert (layout.block_pages, layout.part_blocks, layout.window) == (2, 16, 4096)
+    assert [run.table for run in layout.runs] == list(range(1, 17))
+    assert layout.block_geometry("bfloat16", 32).token_bytes * 16 == 32 * 8 * 256 * 2
+    assert lay_out([LayerKv(8, 128, 128, 4096)] * 32, is_apart=True, context_tokens=4096) is None
+    few = lay_out(windows(8, 8, 8, 8), is_apart=True, context_tokens=9)
+    assert few is not None and (few.block_pages, few.part_blocks) == (1, 4)
+    wide = lay_out([*windows(*[8] * 8), *[LayerKv(4, 8, 8, 8)] * 2], is_apart=True)
+    assert wide is not None and (wide.block_pages, wide.part_blocks) == (4, 4)
 
 
 def test_wider_heads_take_several_pages() -> None:

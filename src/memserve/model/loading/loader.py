@@ -126,7 +126,7 @@ class LoadedModel:
         if self.geometry.latent or not self.layers:
             return self
         layers = self.layers if shares_kv else keep_every_layer(self.layers)
-        layout = lay_out(layers, is_apart=windows_apart and not self.states)
+        layout = lay_out(layers, is_apart=windows_apart and not self.states, context_tokens=self.max_model_tokens)
         block = (layout or LayerLayout(layers)).block_geometry(self.geometry.dtype, self.geometry.block_tokens)
         return replace(self, layout=layout, geometry=replace(block, kv_dtype=self.kv_dtype))
 
