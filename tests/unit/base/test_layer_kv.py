@@ -40,7 +40,7 @@ def test_windows_fill_parts_in_their_order() -> None:
 
 
 def test_blocks_of_windows_alone_only_name_tokens() -> None:
-    """Mistral 7B 0.1: 32 layers in 16 blocks of a part, beside one whose two pages are nobody's."""
+    """Mistral 7B 0.1: 32 layers in 16 blocks of a part, beside one with two pages of no layer."""
     layout = lay_out([LayerKv(8, 128, 128, 4096)] * 32, is_apart=True)
     assert layout is not None
     assert (layout.block_pages, layout.part_blocks, layout.window) == (2, 16, 4096)

@@ -34,8 +34,8 @@ SIZES = {
     "llama4": {}, "mistral": {},
 }  # fmt: skip
 """Five layers: three read a window, so a part has two blocks and the second is half empty; of four two do. Layers that
-read others' KV; layers of two shapes; chunks of 48 tokens, which end within blocks; windows alone, beside blocks that only name
-tokens."""
+read others' KV; layers of two shapes; chunks of 48 tokens, which end within blocks; windows alone, beside blocks that
+only name tokens."""
 
 
 def module_of(family: str) -> Any:
