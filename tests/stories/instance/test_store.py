@@ -188,6 +188,26 @@ def test_few_blocks_are_lent_at_once_and_the_rest_follows():
     fleet.finish()
 
 
+def test_what_waits_for_a_store_that_dies_goes_to_the_other():
+    """Its own offers end, which does not mean that the other one is too slow for the rest."""
+    fleet = pair({"hbm": 32, "step_tokens": 40, "chunk": 40}, ROOMY)
+    for name in "st":
+        fleet.members[name] = StoreMember(fleet, name)
+    fleet.welcome_all()
+    fleet.run()
+    fleet.members["s"].mute = True
+    fleet.submit(request("a", PROMPT[:36], max_tokens=1), "p")
+    fleet.run()
+    assert stats(fleet, "p").store_blocks_offered < 9, "the rest waits"
+    fleet.kill("s")
+    fleet.run()
+    held = split(fleet.members["p"].machine.pool.identities("", tokens_of(36)))
+    lost = stats(fleet, "p").store_blocks_failed
+    assert sum(identity in fleet.members["t"].pool.table for identity in held) == 9 - lost
+    assert stats(fleet, "p").store_blocks_dropped == 0 < lost
+    fleet.finish()
+
+
 def test_silent_store_drops_waiting_offers():
     """What its lease has ended for, and what waits behind it, is dropped and counted; what comes later is offered."""
     fleet = with_store(p=fleet_config(hbm=32, step_tokens=40, chunk=40))

@@ -358,10 +358,10 @@ class ClusterLink:
             self.fetches.stores_changed(self.writer.stores)
 
     def _on_peer_gone(self, message: PeerGone, now_ns: int) -> None:
+        self.writer.on_member_left(message.peer)  # before its offers end, which says nothing of those that are there
         self._apply_outcomes(self.exchange.peer_removed(message.peer, now_ns), now_ns)
         if self.routers.remove_member(message.peer):
             self.changes.on_follower_removed(message.peer, now_ns)
-        self.writer.on_member_left(message.peer)
         self.fetches.stores_changed(self.writer.stores)
 
     def _on_drain(self, message: Drain, now_ns: int) -> None:

@@ -130,8 +130,9 @@ class StoreWriter:
                 self.offers.store_changed()
                 self._named_ns.clear()
                 self._used_ns.clear()
-            self._drop_later()
-            self._drop_pending()
+            if target is None:  # else what waits goes to those that are there now
+                self._drop_later()
+                self._drop_pending()
         self._state.memory.listener = self._state.memory.states.listener = self if target is not None else None
 
     def _spread_target(self) -> SpreadTarget | None:
@@ -390,11 +391,12 @@ class StoreWriter:
     # -- endings
 
     def on_released(self, offer_id: str, used: bool) -> bool:
-        """An offer has ended. False: it was none of these. A store that has not taken it is too slow for what waits."""
-        is_mine = self.offers.on_released(offer_id, used)
-        if is_mine and not used:
+        """An offer has ended. False: it was none of these. A store that has not taken it, and is there, is too slow for
+        what waits."""
+        to = self.offers.on_released(offer_id, used)
+        if to is not None and not used and to.name in self._stores:
             self._drop_later()
-        return is_mine
+        return to is not None
 
     def free_blocks(self) -> bool:
         """Take back what keeps blocks from a request that needs them. False: there is nothing.

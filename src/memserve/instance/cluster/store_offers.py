@@ -125,6 +125,7 @@ class SpreadTarget:
 class _Open:
     """An open offer."""
 
+    to: Peer
     owner: SequenceKey
     blocks: int
     identities: bytes
@@ -214,7 +215,7 @@ class StoreOffers:
         offer_id = self._exchange.offer_blocks(
             to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=self._lease_ns)
         )
-        self._open[offer_id] = _Open(run.owner, count, run.identities)
+        self._open[offer_id] = _Open(to, run.owner, count, run.identities)
         self.exported += count
         self.counters.offered += count
         for index in range(count):
@@ -232,7 +233,7 @@ class StoreOffers:
         terms = OfferTerms(private=KEEP if kept.keep else b"", lease_ns=self._lease_ns)
         fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in loan.blocks])
         offer_id = self._exchange.offer_blocks(to, offered, now_ns, terms)
-        self._open[offer_id] = _Open(IN_CACHE, len(loan.blocks), identities)
+        self._open[offer_id] = _Open(to, IN_CACHE, len(loan.blocks), identities)
         self.exported += len(loan.blocks)
         self.counters.offered += len(loan.blocks)
         for index in range(len(identities) // IDENTITY_BYTES):
@@ -266,17 +267,17 @@ class StoreOffers:
 
     # -- endings
 
-    def on_released(self, offer_id: str, used: bool) -> bool:
-        """An offer has ended. False: it was none of these."""
+    def on_released(self, offer_id: str, used: bool) -> Peer | None:
+        """An offer has ended. Returns the store that it was made to; None: it was none of these."""
         offer = self._open.pop(offer_id, None)
         if offer is None:
-            return False
+            return None
         self.exported -= offer.blocks
         if used:
             self.counters.accepted += offer.blocks
         else:
             self._count_failed(offer)
-        return True
+        return offer.to
 
     def withdraw_offers(
         self, reason: str, owner: SequenceKey | None = None, spared: Container[SequenceKey] = ()
