@@ -450,7 +450,7 @@ class EngineAdapters:
             self._post_wanted()
         return answered
 
-    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
+    def unload_adapter(self, name: str, *, is_fixed: bool = False) -> Future[AdapterAnswered]:
         """No new request names it; those that have begun with it go on."""
         answered = Future[AdapterAnswered]()
         with self._lock:

@@ -47,6 +47,7 @@ from memserve.protocol.store import store_at
 from memserve.router.events import (
     AdapterAnswered,
     AdapterNamed,
+    AdapterNamesChanged,
     AdapterUnnamed,
     EmitTokens,
     InstanceDied,
@@ -173,6 +174,8 @@ class RouterEngine(ClientCommands):
         self._closed = False
         self._adapter_ids = itertools.count()
         self._adapter_calls: dict[int, Future[AdapterAnswered]] = {}
+        self._followed_names = AdapterNamesChanged((), ())
+        self._on_names: Callable[[AdapterNamesChanged], None] = lambda _names: None
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, it would not know its members
         self._loop: SharedLoop[Any] = SharedLoop(
@@ -306,9 +309,18 @@ class RouterEngine(ClientCommands):
         durable."""
         return self._ask_adapter(lambda call_id: AdapterNamed(call_id, files))
 
-    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
-        """No new request names it; those that have begun with it go on."""
-        return self._ask_adapter(lambda call_id: AdapterUnnamed(call_id, name))
+    def unload_adapter(self, name: str, *, is_fixed: bool = False) -> Future[AdapterAnswered]:
+        """No new request names it; those that have begun with it go on. ``is_fixed``: it is one of the start."""
+        return self._ask_adapter(lambda call_id: AdapterUnnamed(call_id, name, is_fixed))
+
+    def follow_names(self, on_names: Callable[[AdapterNamesChanged], None]) -> None:
+        """Of a follower: ``on_names`` is called with the owner's names now, and when they change, from any thread."""
+
+        def begin() -> None:
+            self._on_names = on_names
+            on_names(self._followed_names)
+
+        self._loop.query_machine(begin)
 
     def _ask_adapter(self, event_of: Callable[[int], AdapterNamed | AdapterUnnamed]) -> Future[AdapterAnswered]:
         call_id, answered = next(self._adapter_ids), Future[AdapterAnswered]()
@@ -365,6 +377,9 @@ class RouterEngine(ClientCommands):
                 self._write_records(action)
             case AdapterAnswered(call_id):
                 self._adapter_calls.pop(call_id).set_result(action)
+            case AdapterNamesChanged():
+                self._followed_names = action
+                self._on_names(action)
             case _:
                 self._perform_member_action(action)
 

@@ -127,6 +127,17 @@ class AdapterUnnamed:
 
     call_id: int
     name: str
+    is_fixed: bool = False
+    """It is one of the start, which has the name again at the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNamesChanged:
+    """The names by which requests ask for adapters, at a router that is not the owner; done before what follows."""
+
+    adapters: tuple[AdapterFiles, ...]
+    unnamed: tuple[str, ...]
+    """Of those of the start."""
 
 
 @dataclass(frozen=True, slots=True)

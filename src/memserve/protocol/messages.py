@@ -370,6 +370,25 @@ class AdaptersHeld(Message, frozen=True, tag=True):
     """Digests of those that it cannot have, each with the reason."""
 
 
+class NameAdapters(Message, frozen=True, tag=True):
+    """Requests to a router that is not the owner may name these adapters; answered by ``AdaptersNamed``. Repeated while
+    its answer is waited for."""
+
+    adapters: tuple[AdapterFiles, ...]
+    unnamed: tuple[str, ...]
+    """Names of adapters of the start which they may name no more."""
+    serial: Natural
+    """A higher one with each change, of one owner."""
+
+
+class AdaptersNamed(Message, frozen=True, tag=True):
+    """A router that is not the owner has these names."""
+
+    serial: Natural
+    used: tuple[str, ...] = ()
+    """Digests of the adapters that its requests have."""
+
+
 # -- named prefixes
 
 
@@ -560,7 +579,7 @@ AnyMessage: TypeAlias = (
     Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
     | AnswersHeld | QueryAnswers | AnswerTaken | AdmissionRequests | AdmissionGrants | KvHint | KvHintDone
-    | HoldAdapters | AdaptersHeld
+    | HoldAdapters | AdaptersHeld | NameAdapters | AdaptersNamed
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

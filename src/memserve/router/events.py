@@ -13,6 +13,7 @@ from memserve.base.types import ClockTicked, Role
 from memserve.protocol.events import (
     AdapterAnswered,
     AdapterNamed,
+    AdapterNamesChanged,
     AdapterUnnamed,
     EmitTokens,
     MessageArrived,
@@ -135,11 +136,14 @@ ClusterEvent = (
     | AdapterUnnamed
     | RouterEnds
 )
-ClusterAction = Send | EmitTokens | RejectRequest | Remember | Note | ReportMember | AdapterAnswered
+ClusterAction = (
+    Send | EmitTokens | RejectRequest | Remember | Note | ReportMember | AdapterAnswered | AdapterNamesChanged
+)
 
 __all__ = [
     "AdapterAnswered",
     "AdapterNamed",
+    "AdapterNamesChanged",
     "AdapterUnnamed",
     "ClockTicked",
     "ClusterAction",

@@ -30,6 +30,7 @@ from memserve.protocol.kv_hints import KvHintDone, KvHinted
 from memserve.protocol.messages import (
     AdapterFiles,
     AdaptersHeld,
+    AdaptersNamed,
     AnyMessage,
     AttemptsUnknown,
     Drain,
@@ -174,6 +175,7 @@ class Cluster:
             Pinned: self._named_prefixes.on_pinned,
             KvHintDone: self.hints.on_done,
             AdaptersHeld: membership.on_adapters_held,
+            AdaptersNamed: membership.on_adapters_named,
             Drain: lambda member, _message, now_ns: membership.drain_member(member, now_ns),
             Leave: lambda member, _message, now_ns: membership.remove_member(member, "it left", now_ns, died=False),
         }

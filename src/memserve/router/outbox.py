@@ -16,6 +16,7 @@ from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord
 from memserve.router.events import (
     AdapterAnswered,
+    AdapterNamesChanged,
     ClusterAction,
     EmitTokens,
     MemberChange,
@@ -122,6 +123,10 @@ class Outbox:
     def answer_adapter(self, answer: AdapterAnswered) -> None:
         """A client's call about an adapter has come to its end."""
         self._actions.append(answer)
+
+    def change_adapter_names(self, names: AdapterNamesChanged) -> None:
+        """Clients find other adapters from now on."""
+        self._actions.append(names)
 
     def report_member(
         self, change: MemberChange, peer: Peer, address: str = "", why: str = "", *, role: Role | None = None

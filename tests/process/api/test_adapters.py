@@ -72,9 +72,8 @@ def test_a_name_of_the_model_is_no_name_for_an_adapter(adapter: Path, capsys: py
     assert "cannot read the adapter 'support'" in said and "loading" not in said
 
 
-@pytest.mark.parametrize("flags", ["--model /nowhere --routers 2", "--engine vllm=http://localhost:1"])
-def test_folder_is_refused_where_adapters_are_fixed(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["serve", "--lora-folder", "/adapters", *flags.split()]) == 1
+def test_folder_is_refused_where_adapters_are_fixed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--lora-folder", "/adapters", "--engine", "vllm=http://localhost:1"]) == 1
     assert "do not come and go yet" in capsys.readouterr().err
 
 
@@ -137,7 +136,7 @@ class Loading(FakeEngine):
             self.loaded[files.name] = files
         return self._answered()
 
-    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
+    def unload_adapter(self, name: str, *, is_fixed: bool = False) -> Future[AdapterAnswered]:
         del self.loaded[name]
         return self._answered()
 
@@ -285,3 +284,52 @@ def test_cluster_loads_unloads_and_remembers_adapters(tmp_path: Path) -> None:
     finally:
         server.process.terminate()
         assert server.process.wait(60) == 0
+
+
+def test_any_router_loads_adapters_and_knows_them(tmp_path: Path) -> None:
+    """Two routers at one port: what one of them has been asked for, both serve when the call is answered; also after
+    the death of either, and of an instance."""
+    module, place = tiny_module("llama"), tmp_path / "adapters"
+    one = save_adapter(place / "one", module, ["q_proj", "v_proj"], 1)
+    fixed = save_adapter(tmp_path / "fixed", module, ["q_proj"], 2)
+    wholes = {"tiny": module, "a": merged(module, one), "kept": merged(module, fixed)}
+    folder, tokens = save_folder(module, tmp_path / "tiny"), prompt(40, seed=3)
+    flags = ["--routers", "2", "--metadata", str(tmp_path / "records"), "--lora-folder", str(place)]
+    server = Server(folder, *flags, "--lora", f"kept={fixed}")
+
+    def ask(path: str, **body: object) -> httpx.Response:
+        """Over a connection of its own: any router may get it."""
+        return httpx.post(f"{server.url}/{path}", json=body, timeout=60)
+
+    def check_all(**found: bool) -> None:
+        """Often enough that both routers are asked."""
+        for _ in range(12):
+            for name, is_found in found.items():
+                body = {"model": name, "prompt": tokens.tolist(), "max_tokens": 6, "temperature": 0}
+                answer = ask("completions", **body, ignore_eos=True)
+                assert (answer.status_code == 200) == is_found, (name, answer.text)
+                if is_found:
+                    expected = greedy_tokens(wholes[name], np.array(tokens), 6)
+                    shown = [f"w{token}" for token in expected if token not in (0, 2)]  # the others are special
+                    assert answer.json()["choices"][0]["text"].split() == shown, name
+
+    try:
+        assert len(server.children()) == 2, "an instance, and a router that is not the owner"
+        check_all(tiny=True, kept=True, a=False)
+        for _ in range(4):
+            assert ask("load_lora_adapter", lora_name="a", lora_path="one").status_code == 200
+            check_all(a=True)
+            assert ask("unload_lora_adapter", lora_name="a").status_code == 200
+            check_all(a=False)
+        assert ask("load_lora_adapter", lora_name="a", lora_path="one").status_code == 200
+        assert ask("unload_lora_adapter", lora_name="kept").status_code == 200
+        check_all(a=True, kept=False, tiny=True)
+        for name, pid in server.children().items():
+            os.kill(pid, signal.SIGKILL)
+            eventually(lambda name=name, pid=pid: server.children().get(name) not in (None, pid))
+            eventually(lambda: ask("completions", model="a", prompt="w3", max_tokens=1).status_code == 200)
+            eventually(lambda: len(server.members()) == 1)
+            check_all(a=True, kept=False, tiny=True)
+    finally:
+        server.process.kill()
+        server.process.wait(60)

@@ -100,7 +100,6 @@ def test_a_store_for_all_and_one_for_a_model_contradict() -> None:
     [
         (["--routers", "2", "--admin-key-file", "/k"], "with several routers, models neither come and go nor sleep"),
         (["--served-model-name", "x"], "models have two kinds of names"),
-        (["--routers", "2", "--model", "c=/c,lora-folder=/l"], "adapters do not come and go yet"),
         (["--on", "ray"], "Ray places instances of one model"),
         (["--in-process"], "the model 'a' needs a router"),
         (["--store", "127.0.0.1:1"], "keeps the KV of one model"),

@@ -18,10 +18,12 @@ from starlette.routing import Route
 from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent
 from memserve.api.http.limits import TENANT_KEY, Edge, json_body
 from memserve.api.http.middleware import KeyRing
-from memserve.api.openai.interfaces import AdaptingEngine, ModelNames, ServingEngine
+from memserve.api.openai.interfaces import AdaptingEngine, FollowingEngine, ModelNames, ServingEngine
+from memserve.api.openai.paths import owner_url
 from memserve.api.openai.request.schema import Body, ShortText, parse_body
 from memserve.base.errors import UserError
 from memserve.model.loading.lora import CONFIG, Adapter, AdapterConfig, read_adapter
+from memserve.protocol.events import AdapterNamesChanged
 from memserve.protocol.messages import AdapterFiles
 
 ANSWERED_WITHIN_S = 330.0
@@ -79,16 +81,20 @@ class AdapterRoutes:
         self._folder = None if folder is None else folder.expanduser().resolve()
         self._keys = keys if operators.is_open else operators
         self._lock = asyncio.Lock()
-        if isinstance(engine, AdaptingEngine):
+        if owner_url(engine) is not None and isinstance(engine, FollowingEngine):
+            engine.follow_names(self._follow_names)
+        elif isinstance(engine, AdaptingEngine):
             self._restore_names(engine)
+
+    def _follow_names(self, names: AdapterNamesChanged) -> None:
+        self._names.replace_adapters(map(_known, names.adapters), names.unnamed)
 
     def _restore_names(self, engine: AdaptingEngine) -> None:
         for files in engine.stored_adapters():
             if self._folder is None:  # instances could not load them
                 engine.unload_adapter(files.name)
             else:
-                place = Path(files.folder)
-                self._names.put_adapter(Adapter(files.name, place, files.digest, AdapterConfig(), files.folder))
+                self._names.put_adapter(_known(files))
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -158,7 +164,7 @@ class AdapterRoutes:
                 message = f"The lora adapter '{echo(name)}' cannot be found."
                 raise ApiError(404, message, param="lora_name", code="adapter_not_found")
             self._names.remove_adapter(adapter)
-            await self._call_engine(adapter.name)
+            await self._call_engine(adapter.name, is_fixed=self._names.is_fixed(adapter.name))
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' removed successfully.")
 
     def _read_files(self, name: str, path: str) -> Adapter:
@@ -175,12 +181,15 @@ class AdapterRoutes:
             raise _not_loaded(error.message) from None
         return Adapter(read.name, read.folder, read.digest, read.config, path)
 
-    async def _call_engine(self, subject: AdapterFiles | str) -> None:
-        """Load files, or unload a name. Raises :class:`ApiError`."""
+    async def _call_engine(self, subject: AdapterFiles | str, *, is_fixed: bool = False) -> None:
+        """Load files, or unload a name; ``is_fixed``: of an adapter of the start. Raises :class:`ApiError`."""
         if not isinstance(self._engine, AdaptingEngine):
             raise engine_silent()
         calls = self._engine
-        future = calls.load_adapter(subject) if isinstance(subject, AdapterFiles) else calls.unload_adapter(subject)
+        if isinstance(subject, AdapterFiles):
+            future = calls.load_adapter(subject)
+        else:
+            future = calls.unload_adapter(subject, is_fixed=is_fixed)
         try:
             answer = await asyncio.wait_for(asyncio.wrap_future(future), ANSWERED_WITHIN_S)
         except TimeoutError:
@@ -189,6 +198,11 @@ class AdapterRoutes:
             raise ApiError(503, answer.error, kind="server_error", code="overloaded", headers={"retry-after": "1"})
         if answer.error:
             raise _not_loaded(answer.error)
+
+
+def _known(files: AdapterFiles) -> Adapter:
+    """As a name leads to it; what it adds is the instances' matter."""
+    return Adapter(files.name, Path(files.folder), files.digest, AdapterConfig(), files.folder)
 
 
 def _not_loaded(reason: str) -> ApiError:

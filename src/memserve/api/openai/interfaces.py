@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from memserve.base.errors import UserError
 from memserve.base.types import NamedPrefix, Pooling, PositionRegimes, Request, SamplingParams, TokenArray, TokenOutput
 from memserve.host.engine import Rejected
 from memserve.model.loading.lora import Adapter
-from memserve.protocol.events import AdapterAnswered
+from memserve.protocol.events import AdapterAnswered, AdapterNamesChanged
 from memserve.protocol.kv_hints import HintResult, KvHinted
 from memserve.protocol.messages import AdapterFiles
 from memserve.protocol.records import DocumentDropped, DocumentPut
@@ -188,8 +188,16 @@ class AdaptingEngine(ServingEngine, Protocol):
     def load_adapter(self, files: AdapterFiles) -> Future[AdapterAnswered]:
         """Have it ready for requests that name it. The future says what came of it, once it is durable."""
 
-    def unload_adapter(self, name: str) -> Future[AdapterAnswered]:
-        """No new request names it; those that have begun with it go on."""
+    def unload_adapter(self, name: str, *, is_fixed: bool = False) -> Future[AdapterAnswered]:
+        """No new request names it; those that have begun with it go on. ``is_fixed``: it is one of the start."""
+
+
+@runtime_checkable
+class FollowingEngine(ServingEngine, Protocol):
+    """An engine of a router that is not the owner, which says what adapters there are."""
+
+    def follow_names(self, on_names: Callable[[AdapterNamesChanged], None]) -> None:
+        """``on_names`` is called with the owner's names now, and when they change, from any thread."""
 
 
 class ModelNames:
@@ -203,7 +211,8 @@ class ModelNames:
         self.served = served
         self.shown = tuple(dict.fromkeys((served, *further)))
         self._model_names = {name.casefold() for name in (*self.shown, *aliases)}
-        self._adapters = {adapter.name.casefold(): adapter for adapter in adapters}
+        self._fixed = {adapter.name.casefold(): adapter for adapter in adapters}
+        self._adapters = dict(self._fixed)
         if shared_names := self._model_names & self._adapters.keys():
             hint = "give the adapter another name: --lora NAME=FOLDER"
             raise UserError(f"{min(shared_names)!r} is a name of the model itself", hint=hint, param="lora")
@@ -232,6 +241,15 @@ class ModelNames:
     def remove_adapter(self, adapter: Adapter) -> None:
         """From now on its name leads nowhere."""
         self._adapters.pop(adapter.name.casefold(), None)
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether an adapter of the start has this name."""
+        return name.casefold() in self._fixed
+
+    def replace_adapters(self, adapters: Iterable[Adapter], unnamed: Iterable[str]) -> None:
+        """From now on there are ``adapters``, and those of the start whose names are not ``unnamed``."""
+        fixed = {name: adapter for name, adapter in self._fixed.items() if name not in {n.casefold() for n in unnamed}}
+        self._adapters = fixed | {adapter.name.casefold(): adapter for adapter in adapters}
 
     def find_adapter(self, name: str) -> Adapter | None:
         """The adapter of this name; ``None``: it is the model's own name, or none."""

@@ -1,9 +1,9 @@
 """What a path alone decides: probes, tools written for vLLM and people with a browser ask for ``/version``, ``/ping``,
 ``/load`` and ``/``; paths with a slash at their end; and what a router that is not the owner does not answer itself.
 
-Documents, sessions whose KV is kept, stored responses, hints on KV, files and batches are the owner's alone. A router
-that is not the owner has the owner answer, and hands uploads and answers on as they come; of adapters, and where the
-owner speaks TLS, it says where the owner answers, by a redirect (307).
+Documents, sessions whose KV is kept, stored responses, hints on KV, files, batches and which adapters there are: all of
+it is the owner's alone. A router that is not the owner has the owner answer, and hands uploads and answers on as they
+come; where the owner speaks TLS, it says where the owner answers, by a redirect (307).
 """
 
 from __future__ import annotations
@@ -84,8 +84,10 @@ class TrailingSlashes:
 
 _UPLOADS = "/v1/files"
 """Bodies are larger than memory is for: none is read whole here."""
-_RELAYED_PATHS = ("/v1/documents", "/v1/sessions", "/v1/responses", "/v1/kv_hints", "/v1/batches", _UPLOADS)
-_REDIRECTED_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters")
+_RELAYED_PATHS = (
+    "/v1/documents", "/v1/sessions", "/v1/responses", "/v1/kv_hints", "/v1/batches", _UPLOADS, "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter", "/adapters",
+)  # fmt: skip
 _RELAYED = b"x-memserve-relayed"
 _SILENCE_S = 600.0
 """How long the owner may say nothing in the middle of a request."""
@@ -121,8 +123,6 @@ class OwnerOnly:
             await self._app(scope, receive, send)
             return
         place = f"{scope['path']}/"
-        if path := next((path for path in _REDIRECTED_PATHS if place.startswith(f"{path}/")), None):
-            raise redirect_to_owner(url, scope, path)
         path = next((path for path in _RELAYED_PATHS if place.startswith(f"{path}/")), None)
         if path is None or scope["method"] not in ("GET", "DELETE", "POST", "PUT"):  # this one says so, too
             await self._app(scope, receive, send)

@@ -145,7 +145,7 @@ def _check_shape(
     engine: EngineOptions, routers: int, placement: PlacementOptions, *, standalone: bool, engines: bool
 ) -> None:
     """Raise :class:`UserError` for what one router alone can do."""
-    _check_lora_folder(engine, routers, placement, engines=engines)
+    _check_lora_folder(engine, placement, engines=engines)
     if routers == 1:
         return
     if standalone:
@@ -156,12 +156,11 @@ def _check_shape(
         )
 
 
-def _check_lora_folder(engine: EngineOptions, routers: int, placement: PlacementOptions, *, engines: bool) -> None:
+def _check_lora_folder(engine: EngineOptions, placement: PlacementOptions, *, engines: bool) -> None:
     """Raise :class:`UserError` where adapters do not come and go yet."""
     if not engine.lora_updates.lora_folder:
         return
     hurdles = (
-        (routers > 1, "with several routers", "leave out --routers"),
         (engines, "of --engine", "load them there"),
         (placement.remote_place is not None, "on Ray", "use --lora"),
     )

@@ -2,9 +2,12 @@
 
 ::
 
-    AdapterNamed --HoldAdapters--> all instances --AdaptersHeld--> all have it --> journal --> AdapterAnswered("")
+    AdapterNamed --HoldAdapters--> all instances --AdaptersHeld--> all have it --> journal, names
                                                                    one cannot  --> nothing --> AdapterAnswered(why)
-    AdapterUnnamed --> journal --> AdapterAnswered("") ... its last request ends --HoldAdapters (without it)-->
+    names --NameAdapters--> all followers --AdaptersNamed--> all know them --> AdapterAnswered("")
+    AdapterUnnamed --> journal, names ... its last request ends at every router --HoldAdapters (without it)-->
+
+Followers know a new instance when it has what they may name: the owner introduces it to them then.
 
 An instance that joins, or joins again, gets no requests before it has what the others have; where none can have it any
 more, since its files are gone, requests that do not name it are served nevertheless. A request that has begun
@@ -17,10 +20,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from memserve.base.errors import check
+from memserve.base.types import Role
 from memserve.base.units import NS_PER_S
-from memserve.protocol.messages import AdapterFiles, AdaptersHeld, HoldAdapters
+from memserve.protocol.messages import AdapterFiles, AdaptersHeld, AdaptersNamed, HoldAdapters, NameAdapters
+from memserve.protocol.peers import Peer
 from memserve.protocol.records import AdapterDropped, AdapterPut
-from memserve.router.events import AdapterAnswered, AdapterNamed, AdapterUnnamed, MemberChange
+from memserve.router.events import AdapterAnswered, AdapterNamed, AdapterNamesChanged, AdapterUnnamed, MemberChange
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.parts import RouterParts
 from memserve.router.requests.requests import RequestTable
@@ -29,6 +34,27 @@ LOADED_WITHIN_NS = 300 * NS_PER_S
 """So long all instances have to load an adapter."""
 NO_INSTANCE = "no instance is here to load it: try again"
 TOO_LATE = "some instance has not loaded it in time"
+NOT_KNOWN = "some router has not said in time that it knows of the change"
+ASK_OWNER = "this router is not the owner: ask that one"
+
+
+@dataclass(slots=True)
+class _FollowerNames:
+    """What a follower has said of the names that it was told."""
+
+    serial: int = -1
+    serial_before: int = -1
+    """Of its answer before the last: a request that named an adapter on the way is in the last one."""
+    used: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """Files that no name leads to any more."""
+
+    files: AdapterFiles
+    serial: int
+    """Of the names without it."""
 
 
 @dataclass(slots=True)
@@ -49,7 +75,11 @@ class AdapterBook:
         self._named: dict[str, AdapterFiles] = {}
         self._loading: dict[int, _Loading] = {}  # by call
         #: no name leads to them any more, but requests that began with them may run
-        self._leaving: dict[str, AdapterFiles] = {}
+        self._leaving: dict[str, _Leaving] = {}
+        self._unnamed: set[str] = set()  # of the adapters of the start
+        self._serial = 0
+        self._followers: dict[str, _FollowerNames] = {}  # by member
+        self._naming: dict[int, int] = {}  # calls that wait for all followers to have the names of a serial
         #: members that get requests although they could not load some, as no other has more
         self._without: set[str] = set()
 
@@ -57,7 +87,7 @@ class AdapterBook:
     def wanted(self) -> tuple[AdapterFiles, ...]:
         """What all instances are to have, each content once."""
         loading = (entry.files for entry in self._loading.values())
-        every = (*self._named.values(), *self._leaving.values(), *loading)
+        every = (*self._named.values(), *(entry.files for entry in self._leaving.values()), *loading)
         return tuple({files.digest: files for files in every}.values())
 
     def restore_adapters(self, adapters: Iterable[AdapterFiles]) -> None:
@@ -79,15 +109,21 @@ class AdapterBook:
 
     def unname_adapter(self, event: AdapterUnnamed, now_ns: int) -> None:
         """From now on no new request has it."""
-        if (files := self._named.pop(event.name, None)) is not None:
+        files = self._named.pop(event.name, None)
+        if event.is_fixed:
+            self._unnamed.add(event.name)
+        self._begin_naming(event.call_id, now_ns)
+        if files is not None:
             self._outbox.record_ahead(AdapterDropped(event.name))
             self._let_go(files)
-        self._outbox.answer_adapter(AdapterAnswered(event.call_id))
+        self._end_named()
 
     # -- what members say
 
     def on_registered(self, member: Member) -> None:
         """A member is new, or back: before it may get requests."""
+        if member.info.role is Role.ROUTER:
+            self._followers[member.name] = _FollowerNames()
         if member.shares_kv and self.wanted:
             member.lacks_adapters = True
             self._loads.close_member(member.number)
@@ -96,12 +132,27 @@ class AdapterBook:
         """It listens."""
         if member.lacks_adapters:
             self._send_wanted(member)
+        if member.name in self._followers:  # also without any name: the last owner may have had some
+            self._send_names(member)
 
     def on_heartbeat(self, member: Member) -> None:
         """What was asked of it may have been lost."""
         is_waited_for = any(member.name in loading.waits_for for loading in self._loading.values())
         if member.lacks_adapters or is_waited_for or member.name in self._without:
             self._send_wanted(member)
+        follower = self._followers.get(member.name)
+        if follower is not None and (self._leaving or follower.serial < self._serial):
+            self._send_names(member)
+        self._forget_unused()
+
+    def on_named(self, member: Member, message: AdaptersNamed, now_ns: int) -> None:
+        """``member``, a follower, has these names, and these requests."""
+        follower = self._followers.get(member.name)
+        if follower is None or message.serial < follower.serial:
+            return  # late
+        follower.serial_before, follower.serial = follower.serial, message.serial
+        follower.used = frozenset(message.used)
+        self._end_named()
         self._forget_unused()
 
     def on_held(self, member: Member, message: AdaptersHeld, now_ns: int) -> bool:
@@ -140,11 +191,13 @@ class AdapterBook:
     def on_member_removed(self, member: Member) -> None:
         """Nothing is expected of it any more."""
         self._without.discard(member.name)
+        self._followers.pop(member.name, None)
         for call_id, loading in list(self._loading.items()):
             loading.waits_for.discard(member.name)
             if not any(self._is_able(other) for other in self._registry):
                 self._end_loading(call_id, NO_INSTANCE, is_passing=True)
         self._end_loaded()
+        self._end_named()
 
     # -- the end of a call
 
@@ -153,10 +206,29 @@ class AdapterBook:
             files = self._loading.pop(call_id).files
             replaced = self._named.get(files.name)
             self._named[files.name] = files
+            self._unnamed.discard(files.name)
             self._outbox.record_ahead(AdapterPut(files.name, files.folder, files.digest))
-            self._outbox.answer_adapter(AdapterAnswered(call_id))
+            self._begin_naming(call_id, None)
             if replaced is not None:
                 self._let_go(replaced)
+        self._end_named()
+
+    def _begin_naming(self, call_id: int, now_ns: int | None) -> None:
+        """The names have changed: followers are told, and ``call_id`` waits for all of them. ``now_ns``: None: its end
+        is armed already."""
+        self._serial += 1
+        self._naming[call_id] = self._serial
+        if now_ns is not None:
+            self._timers.arm(now_ns + LOADED_WITHIN_NS, self._give_up, call_id)
+        for member in self._registry:
+            if member.name in self._followers:
+                self._send_names(member)
+
+    def _end_named(self) -> None:
+        known = min((follower.serial for follower in self._followers.values()), default=self._serial)
+        for call_id in [call_id for call_id, serial in self._naming.items() if serial <= known]:
+            del self._naming[call_id]
+            self._outbox.answer_adapter(AdapterAnswered(call_id))
 
     def _end_loading(self, call_id: int, error: str, *, is_passing: bool = False) -> None:
         del self._loading[call_id]
@@ -166,10 +238,12 @@ class AdapterBook:
     def _give_up(self, call_id: int, now_ns: int) -> None:
         if call_id in self._loading:
             self._end_loading(call_id, TOO_LATE, is_passing=True)
+        elif self._naming.pop(call_id, None) is not None:
+            self._outbox.answer_adapter(AdapterAnswered(call_id, NOT_KNOWN, is_passing=True))
 
     def _let_go(self, files: AdapterFiles) -> None:
         if all(other.digest != files.digest for other in self._named.values()):
-            self._leaving[files.digest] = files
+            self._leaving[files.digest] = _Leaving(files, self._serial)
             self._forget_unused()
 
     def _forget_unused(self) -> None:
@@ -178,9 +252,11 @@ class AdapterBook:
             return
         used = {req.request.adapter for req in self._requests.by_id.values()}
         used |= {files.digest for files in self._named.values()}
-        unused = self._leaving.keys() - used
-        if unused:
-            self._leaving = {digest: files for digest, files in self._leaving.items() if digest in used}
+        for follower in self._followers.values():
+            used |= follower.used
+            used |= {digest for digest, entry in self._leaving.items() if follower.serial_before < entry.serial}
+        if self._leaving.keys() - used:
+            self._leaving = {digest: entry for digest, entry in self._leaving.items() if digest in used}
             self._send_to_all()
 
     def _is_able(self, member: Member) -> bool:
@@ -194,8 +270,45 @@ class AdapterBook:
     def _send_wanted(self, member: Member) -> None:
         self._outbox.send(member.peer, HoldAdapters(self.wanted))
 
+    def _send_names(self, member: Member) -> None:
+        unnamed = tuple(sorted(self._unnamed))
+        self._outbox.send(member.peer, NameAdapters(tuple(self._named.values()), unnamed, self._serial))
+
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a call waits for nothing, or for a member that is gone."""
         names = {member.name for member in self._registry}
+        check(self._followers.keys() <= names, "{} are no members", self._followers.keys() - names)
+        known = min((follower.serial for follower in self._followers.values()), default=self._serial)
+        check(all(serial > known for serial in self._naming.values()), "{} wait for nothing", self._naming)
         for call_id, loading in self._loading.items():
             check(loading.waits_for and loading.waits_for <= names, "call {} waits for nothing", call_id)
+
+
+class FollowedNames(AdapterBook):
+    """Of a follower: the names that the owner has told. It tells no instance what to have."""
+
+    def __init__(self, parts: RouterParts, requests: RequestTable) -> None:
+        super().__init__(parts, requests)
+        self._told: tuple[Peer, int] = Peer("", 0), -1  # the owner that told last, and its serial
+
+    def on_owner_names(self, owner: Peer, message: NameAdapters) -> None:
+        """Requests may name these from now on. The host has done so before the owner hears of it."""
+        if owner == self._told[0] and message.serial < self._told[1]:
+            return  # late
+        if self._told != (owner, message.serial):
+            self._outbox.change_adapter_names(AdapterNamesChanged(message.adapters, message.unnamed))
+        self._told = owner, message.serial
+        used = sorted({req.request.adapter for req in self._requests.by_id.values()} - {""})
+        self._outbox.send(owner, AdaptersNamed(message.serial, tuple(used)))
+
+    def name_adapter(self, event: AdapterNamed, now_ns: int) -> None:
+        """Clients are led to the owner before this."""
+        self._outbox.answer_adapter(AdapterAnswered(event.call_id, ASK_OWNER))
+
+    def unname_adapter(self, event: AdapterUnnamed, now_ns: int) -> None:
+        """As :meth:`name_adapter`."""
+        self._outbox.answer_adapter(AdapterAnswered(event.call_id, ASK_OWNER))
+
+    def on_held(self, member: Member, message: AdaptersHeld, now_ns: int) -> bool:
+        """Members say this to the owner."""
+        return False

@@ -31,6 +31,7 @@ from memserve.base.types import Role
 from memserve.protocol.admission import AdmissionGrants
 from memserve.protocol.messages import (
     AdaptersHeld,
+    AdaptersNamed,
     AnyMessage,
     AttemptsUnknown,
     Drain,
@@ -40,6 +41,7 @@ from memserve.protocol.messages import (
     Join,
     JoinAccepted,
     Leave,
+    NameAdapters,
     PeerGone,
     PeerJoined,
     QueryAttempts,
@@ -52,7 +54,7 @@ from memserve.protocol.records import MemberDrained, MemberEntered, MemberGone, 
 from memserve.protocol.store import JoinRequest
 from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import MemberChange, StoreNamed
-from memserve.router.members.adapters import AdapterBook
+from memserve.router.members.adapters import AdapterBook, FollowedNames
 from memserve.router.members.registry import LinkTotals, Member, MemberState, Registry
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.parts import RouterParts
@@ -243,13 +245,16 @@ class Membership:
         self._outbox.send(sender, Refused(reason))
 
     def _accept_member(self, member: Member, joined_at: str = "") -> None:
-        peer_infos = tuple(entry.info for entry in self._registry if entry is not member)
+        is_follower = member.info.role is Role.ROUTER
+        others = (entry for entry in self._registry if entry is not member)
+        peer_infos = tuple(entry.info for entry in others if not (is_follower and entry.is_hidden))
         self._outbox.send(member.peer, JoinAccepted(peer_infos, joined_at, self._config.store_copies))
 
     def _admit_member(self, message: Join, now_ns: int) -> Member:
         info = message.info
         is_back = self._registry.newest_dead_generation(info.peer.name) is not None
         member = self._register_member(info, now_ns)
+        member.is_hidden = member.lacks_adapters
         change = MemberChange.RETURNED if is_back else MemberChange.JOINED
         self._outbox.report_member(change, info.peer, info.address, member.costs_note, role=info.role)
         self._outbox.record_ahead(MemberEntered(info, now_ns))
@@ -277,9 +282,14 @@ class Membership:
         self._notify_others(member, PeerJoined(member.info))
         self._lifecycle.place_waiting(now_ns)
 
-    def _notify_others(self, member: Member, message: PeerJoined | PeerGone) -> None:
+    def _notify_others(self, member: Member, message: PeerJoined | PeerGone, role: Role | None = None) -> None:
+        """``role``: that of the members that are told; None: all. Followers hear of an instance once it has the
+        adapters that requests may name."""
         for receiver in self._registry if self.announces else ():
-            if receiver is not member:
+            is_follower = receiver.info.role is Role.ROUTER
+            if receiver is member or (role is not None and receiver.info.role is not role):
+                continue
+            if not (is_follower and member.is_hidden):
                 self._outbox.send(receiver.peer, message)
 
     # -- members of an earlier router
@@ -350,8 +360,15 @@ class Membership:
     def on_adapters_held(self, member: Member, message: AdaptersHeld, now_ns: int) -> None:
         """``member`` says which adapters it has; requests may have waited for that."""
         if self.adapters.on_held(member, message, now_ns):
+            if member.is_hidden:
+                member.is_hidden = False
+                self._notify_others(member, PeerJoined(member.info), Role.ROUTER)
             self._lifecycle.admission.memory.invalidate_needs()
             self._lifecycle.place_waiting(now_ns)
+
+    def on_adapters_named(self, member: Member, message: AdaptersNamed, now_ns: int) -> None:
+        """``member``, a follower, has the names of adapters that it was told."""
+        self.adapters.on_named(member, message, now_ns)
 
     def update_load(self, member: Member, load: Load | None) -> None:
         """How busy ``member`` is. None: nothing is said of it."""
@@ -502,6 +519,7 @@ class Following(Membership):
     def __init__(self, parts: RouterParts, lifecycle: Lifecycle, admission: RemoteAdmission | None) -> None:
         """``admission`` None: there is no admission."""
         super().__init__(parts, lifecycle)
+        self.adapters = self.names = FollowedNames(parts, lifecycle.requests)
         self._admission = admission
         self._known: dict[str, PeerInfo] = {}  # instances and stores that are members, as the owner has said
 
@@ -522,6 +540,8 @@ class Following(Membership):
                     self._remove_known(name, "the owner does not name it any more", now_ns)
                 for info in infos.values():
                     self._add_known(info)
+            case NameAdapters():
+                self.names.on_owner_names(owner, message)
             case PeerJoined(info):
                 if info.role is not Role.ROUTER and self._known.get(info.peer.name) != info:
                     self._remove_known(info.peer.name, "it was started anew", now_ns)

@@ -67,6 +67,8 @@ class Member:
     """While it is rejoining: it was draining, and shall go on."""
     lacks_adapters: bool = False
     """It gets no requests before it has the adapters that the others have."""
+    is_hidden: bool = False
+    """Followers do not hear of it before that."""
     replaces: str = ""
     """The address of the member of its name in whose place it came, as a process that was started anew."""
     rival: Peer | None = None
