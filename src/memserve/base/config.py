@@ -635,12 +635,11 @@ class EngineOptions:
 
     def check_states(self, states: StateGeometry, *, on_gpu: bool = False) -> None:
         """Raises :class:`UserError` for options that a model with a recurrent state cannot be served with: not yet."""
-        has_dram, has_adapters = self.dram_memory_bytes > 0, bool(self.lora or self.lora_updates.lora_folder)
+        has_adapters = bool(self.lora or self.lora_updates.lora_folder)
         asked = (
             self._by_layer,
             (on_gpu and self.scheduler.draft_tokens > 0, "on a GPU with drafts", "no --draft-tokens", "draft_tokens"),
             (on_gpu and self.parallel.worker_count > 1, "by several GPUs", "one GPU", "tensor"),
-            (on_gpu and has_dram, "on a GPU with a second tier", "no --dram-memory", "dram_memory"),
             (self.kv_lower_dtype != AS_COMPUTED, "with rounded KV", "no --kv-lower-dtype", "kv_lower_dtype"),
             (self.kv_folder is not None, "with KV in a file", "no --kv-ssd", "kv_ssd"),
             (has_adapters and on_gpu, "on a GPU with adapters", "no --lora, no --lora-folder", "lora"),

@@ -122,6 +122,9 @@ class KvArenas:
             arena.collapse(self._huge_bytes + first, min(own_bytes, step_bytes - first))
             self._huge_bytes += step_bytes
 
+    def will_use_dram(self) -> None:
+        """Steps are about to read and write DRAM themselves: here they do so in the order of the copies."""
+
     def copy_blocks(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
         began_ns = time.perf_counter_ns()

@@ -56,7 +56,7 @@ from memserve.model.rotation import TokenMover
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, isolate_row
 from memserve.model.states.layers import states_of, step_states
-from memserve.model.states.memory import RaggedStates, SlotStates, open_states, state_pages
+from memserve.model.states.memory import CopyRows, RaggedStates, SlotStates, open_states, state_pages
 from memserve.model.workers.group import GroupMemory, WorkerGroup, collectives
 from memserve.protocol.messages import AdapterFiles
 from memserve.system.memory import trim_heap
@@ -160,7 +160,12 @@ class ModelDevice(Device):
         memory = self._crew.memory if isinstance(self._crew, WorkerGroup) else GroupMemory()
         dram = self._arenas.dram if memory.dram is None else blocks_of(memory.dram, self._geometry.block_bytes)
         tiers, share = (self._arenas.hbm, dram), states_of(model.module).share
-        return open_states(model.states, pool.states, slots, tiers, share, self._make_pages)
+        return open_states(model.states, pool.states, slots, tiers, share, self._make_pages, self._copy_rows)
+
+    @property
+    def _copy_rows(self) -> CopyRows | None:
+        """What copies states to the second tier, and back; None: it is memory like that of states."""
+        return None
 
     def _make_pages(self, page_bytes: int, pages: int) -> Tensor:
         """Memory ``[pages, page_bytes]`` uint8 for states, where the first tier is."""
@@ -283,6 +288,8 @@ class ModelDevice(Device):
             self._slots.close_slot(slot)
         check(self._states is not None or not plan.states, "this model has no states")
         if self._states is not None:
+            if any(isinstance(change, SaveState) or change.tier is Tier.DRAM for change in plan.states):
+                self._arenas.will_use_dram()
             for change in plan.states:
                 self._states.apply_order(change)
             if any(isinstance(change, SaveState) or change.pages for change in plan.states):
@@ -405,6 +412,8 @@ class ModelDevice(Device):
             seen_attention = GatedAttention(seen_attention, self.gates, plan.gates, self._on_segment_lost)
         if self._states is not None:
             late = self._slots.late if self._is_leader else self._late_elsewhere
+            for snapshot in plan.snapshots:
+                self._will_use(self._states.blocks_of(snapshot.pages))
             states = RaggedStates(self._states, plan, (slots, starts, counts), late)
             seen_attention = OrderedAttention(seen_attention, self._states.attending_before)
         with (

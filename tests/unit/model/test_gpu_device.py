@@ -63,7 +63,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     try:
         driver = Driver.__new__(Driver)
         states = options.pop("states", None)
-        dram = 0 if states is not None else 8
+        dram = options.pop("dram", 0 if states is not None else 8)
         scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(options.pop("blocks", 64), dram, states=states)
         config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler)
         driver.device, driver.steps = OnGpu(model, config, gpu, **options), 0
@@ -148,6 +148,47 @@ def states_and_their_snapshots(family: str = "qwen3_5") -> bool:
     except InvariantError:
         return True
     raise AssertionError("a row begins where its state is not")
+
+
+def states_on_two_tiers() -> bool:
+    """A snapshot goes down while steps go on, and its place is taken by another; a slot goes on from where it lies.
+    A sequence leaves with its state, and another slot takes that up. No access that no stream has waited for."""
+    from memserve.base.states import StatePages
+    from memserve.base.types import CopyBlocks, Tier
+    from memserve.base.units import ceil_div
+    from memserve.instance.events import LoadState, SaveState, StepPlan, TakeSnapshot
+    from tiny_models import greedy_tokens, loaded, prompt, sequence, tiny_module
+
+    module, first = tiny_module("qwen3_5"), prompt(75, 1)
+    second = np.concatenate([first[:64], prompt(9, 2)])
+    expected = greedy_tokens(module, first, 6), greedy_tokens(module, second, 2)
+    model = loaded(tiny_module("qwen3_5"))
+    count = ceil_div(model.states.nbytes, model.geometry.block_bytes)
+    driver = _driver("qwen3_5", states=StatePages(model.states.nbytes, count), dram=2 + 2 * count)
+    pages, below = [*range(30, 30 + count)], [*range(2, 2 + count)]
+    saved = [block + count for block in below]
+    fresh = [LoadState(3, 0)]
+    driver.step([(3, 0, 50, ())], open=[sequence(3, first, [9, 2, 33])], states=fresh)
+    got = driver.step([(3, 50, 25, (3,))], snapshots=[TakeSnapshot(3, 64, pages)]).tokens
+    down = CopyBlocks(Tier.HBM, Tier.DRAM, [9, 2, *pages], [0, 1, *below])
+    begun = driver.device.begin_step(
+        StepPlan(9, slots=[3], starts=[75], counts=[1], sample_slots=[(3,)], copies=[down])
+    )
+    up = CopyBlocks(Tier.DRAM, Tier.HBM, [0, 1], [40, 41])
+    opened = {"open": [sequence(6, second, [40, 41, 7])], "states": [LoadState(6, 64, below, tier=Tier.DRAM)]}
+    rows, taken = [(6, 64, 9, (6,)), (3, 76, 1, (3,))], [TakeSnapshot(3, 77, pages)]
+    mixed = driver.step(rows, copies=[up], snapshots=taken, **opened).tokens
+    assert not set(pages) & driver.device._arenas._leaving.keys(), "it was written before it had been read"
+    got, got_second = [*got, *begun().tokens, mixed[1]], mixed[:1]
+    got += driver.step([(3, 77, 1, (3,))]).tokens
+    got_second += driver.step([(6, 73, 1, (6,))], close=[3], states=[SaveState(3, 78, saved)]).tokens
+    known = np.concatenate([first, np.array(got, np.int32)])
+    again = {"open": [sequence(1, known, [9, 2, 33])], "states": [LoadState(1, 78, saved, tier=Tier.DRAM)]}
+    got += driver.step([(1, 78, 1, (1,))], **again).tokens
+    got += driver.step([(1, 79, 1, (1,))]).tokens
+    assert (got, got_second) == expected
+    assert driver.gpu.accesses > 0
+    return True
 
 
 def graphs_of_codes() -> bool:
@@ -546,6 +587,7 @@ SCENARIOS = {
     "chunks of layers that share KV": lambda: chunks_and_decodes(family="gemma3n"),
     **{f"codes of {kind}": (codes, kind) for kind in ("int8", "fp8", "int4")},
     "states and their snapshots": states_and_their_snapshots,
+    "states on two tiers": states_on_two_tiers,
     "states of scans": lambda: states_and_their_snapshots("falcon_h1"),
     "two plans in flight": two_plans_in_flight,
     "draws like a CPU": draws_like_a_cpu,

@@ -91,6 +91,11 @@ class GpuArenas:
             if mark is not None:
                 self._gpu.compute.wait_for(mark)
 
+    def will_use_dram(self) -> None:
+        """What is computed from now on reads and writes DRAM behind what went down."""
+        if self._down_mark is not None:
+            self._gpu.compute.wait_for(self._down_mark)
+
     def copy_blocks(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
         source, target = self._arena_of(order.src_tier), self._arena_of(order.dst_tier)

@@ -50,6 +50,7 @@ from memserve.model.gpu.streams import Gpu, Graph, Mark
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Sampled
 from memserve.model.slots import Failures, Int64s
+from memserve.model.states.memory import CopyRows
 from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.model.workers.group import collectives
 from memserve.protocol.messages import AdapterFiles
@@ -249,6 +250,10 @@ class GpuDevice(ModelDevice):
 
     def _make_pages(self, page_bytes: int, pages: int) -> Tensor:
         return self._gpu.zeros(pages, page_bytes, dtype=torch.uint8)
+
+    @property
+    def _copy_rows(self) -> CopyRows:
+        return self._gpu.compute.copy_blocks
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         return StreamCopier(self._gpu, self._arenas, self._page_bytes)

@@ -38,6 +38,10 @@ MakePages = Callable[[int, int], torch.Tensor]
 """``(page_bytes, pages)`` -> memory ``[pages, page_bytes]`` uint8."""
 
 
+CopyRows = Callable[[torch.Tensor, torch.Tensor, list[int], list[int]], object]
+"""``target[dst[i]] = source[src[i]]`` for rows of bytes: ``(target [n, bytes], source [m, bytes], dst, src)``."""
+
+
 def state_pages(page_bytes: int, pages: int) -> Tensor:
     """:data:`MakePages` of the host; the kernel gives the memory when it is first touched."""
     return torch.frombuffer(_core.Arena(pages * page_bytes), dtype=torch.uint8).view(pages, page_bytes)
@@ -66,16 +70,18 @@ class SlotStates:
         share: StateShare | None = None,
         make_pages: MakePages = state_pages,
         draft_states: int = 0,
+        copy_rows: CopyRows | None = None,
     ) -> None:
         """``pages [pages, page_bytes]`` uint8: where snapshots lie. ``per_block``: or so many in each of these.
         ``dram``: blocks of the second tier, of the same size; plans copy snapshots there. ``share``: of one of several
         workers, which all have these pages and blocks; ``geometry`` is what it has. ``make_pages``: memory where
-        ``pages`` are. ``draft_states``: tokens of rows with drafts in a step, at most."""
+        ``pages`` are. ``draft_states``: tokens of rows with drafts in a step, at most. ``copy_rows``: from and to
+        ``dram``, in order with the steps, where that is memory of another kind."""
         self.geometry, self._share = geometry, share
         #: how many layers attend before those of this worker
         self.attending_before = 0 if share is None else share.attending_before
         self._states = make_pages(geometry.nbytes, slots)
-        self._pages, self._per_block, self._dram = pages, per_block, dram
+        self._pages, self._per_block, self._dram, self._copy_rows = pages, per_block, dram, copy_rows
         self.parts = parts_of(self._states, geometry)
         #: behind each token of the step's rows with drafts, one row after the other
         self.draft_states = make_pages(geometry.nbytes, draft_states) if draft_states else self._states[:0]
@@ -126,6 +132,10 @@ class SlotStates:
             check(order.tokens == 0, "there is no state behind {} tokens without a snapshot", order.tokens)
         self.tokens[order.slot] = order.tokens
 
+    def blocks_of(self, pages: Sequence[int]) -> list[int]:
+        """The blocks of HBM that have these pages."""
+        return [page // self._per_block for page in pages]
+
     def _home(self, tier: Tier) -> Tensor:
         home = self._pages if tier == Tier.HBM else self._dram
         if home is None:
@@ -154,6 +164,13 @@ class SlotStates:
         whole, rest = divmod(len(state), page_bytes)
         check(len(pages) == whole + (rest > 0), "a snapshot of {} bytes has {} pages", len(state), len(pages))
         check(min(pages) >= 0 and max(pages) < len(home), "a snapshot lies in pages that there are not")
+        if self._copy_rows is not None and home is self._dram:
+            full, end = state[: whole * page_bytes].view(whole, page_bytes), state[len(state) - rest :][None]
+            for own, places in ((full, list(pages[:whole])), (end, list(pages[whole:]))):
+                sides = (home[:, : own.shape[1]], places), (own, list(range(len(places))))
+                (target, dst), (source, src) = sides if to_pages else sides[::-1]
+                self._copy_rows(target, source, dst, src)
+            return
         ids = torch.tensor(pages[:whole], dtype=torch.int64).to(home.device)
         if to_pages:
             home.index_copy_(0, ids, state[: whole * page_bytes].view(whole, page_bytes))
@@ -376,11 +393,13 @@ def open_states(
     tiers: tuple[Tensor, Tensor],
     share: StateShare | None = None,
     make_pages: MakePages = state_pages,
+    copy_rows: CopyRows | None = None,
 ) -> SlotStates:
     """The states of a device. ``lying``: how snapshots of ``states`` do, in blocks of the ``tiers``, each
-    ``[blocks, block_bytes]``. ``share``: of one of several workers. ``make_pages``: memory where the first tier is."""
+    ``[blocks, block_bytes]``. ``share``: of one of several workers. ``make_pages``: memory where the first tier is.
+    ``copy_rows``: see :class:`SlotStates`."""
     arena, dram = tiers
     per_block = 1 if lying is None else lying.per_block
     held = states if share is None else share.held
     drafts = 0 if lying is None else lying.draft_states
-    return SlotStates(held, slots, arena, per_block, dram, share, make_pages, drafts)
+    return SlotStates(held, slots, arena, per_block, dram, share, make_pages, drafts, copy_rows)
