@@ -87,14 +87,14 @@ class AdapterRoutes:
             self._restore_names(engine)
 
     def _follow_names(self, names: AdapterNamesChanged) -> None:
-        self._names.replace_adapters(map(_known, names.adapters), names.unnamed)
+        self._names.replace_adapters(map(_adapter_of, names.adapters), names.unnamed)
 
     def _restore_names(self, engine: AdaptingEngine) -> None:
         for files in engine.stored_adapters():
             if self._folder is None:  # instances could not load them
                 engine.unload_adapter(files.name)
             else:
-                self._names.put_adapter(_known(files))
+                self._names.put_adapter(_adapter_of(files))
 
     def routes(self) -> list[Route]:
         """All of them."""
@@ -200,7 +200,7 @@ class AdapterRoutes:
             raise _not_loaded(answer.error)
 
 
-def _known(files: AdapterFiles) -> Adapter:
+def _adapter_of(files: AdapterFiles) -> Adapter:
     """As a name leads to it; what it adds is the instances' matter."""
     return Adapter(files.name, Path(files.folder), files.digest, AdapterConfig(), files.folder)
 

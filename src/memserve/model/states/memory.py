@@ -166,8 +166,8 @@ class SlotStates:
         check(min(pages) >= 0 and max(pages) < len(home), "a snapshot lies in pages that there are not")
         if self._copy_rows is not None and home is self._dram:
             full, end = state[: whole * page_bytes].view(whole, page_bytes), state[len(state) - rest :][None]
-            for own, places in ((full, list(pages[:whole])), (end, list(pages[whole:]))):
-                sides = (home[:, : own.shape[1]], places), (own, list(range(len(places))))
+            for part, places in ((full, list(pages[:whole])), (end, list(pages[whole:]))):
+                sides = (home[:, : part.shape[1]], places), (part, list(range(len(places))))
                 (target, dst), (source, src) = sides if to_pages else sides[::-1]
                 self._copy_rows(target, source, dst, src)
             return

@@ -225,8 +225,8 @@ class AdapterBook:
                 self._send_names(member)
 
     def _end_named(self) -> None:
-        known = min((follower.serial for follower in self._followers.values()), default=self._serial)
-        for call_id in [call_id for call_id, serial in self._naming.items() if serial <= known]:
+        serial_min = min((follower.serial for follower in self._followers.values()), default=self._serial)
+        for call_id in [call_id for call_id, serial in self._naming.items() if serial <= serial_min]:
             del self._naming[call_id]
             self._outbox.answer_adapter(AdapterAnswered(call_id))
 
@@ -278,8 +278,8 @@ class AdapterBook:
         """Raise :class:`InvariantError` if a call waits for nothing, or for a member that is gone."""
         names = {member.name for member in self._registry}
         check(self._followers.keys() <= names, "{} are no members", self._followers.keys() - names)
-        known = min((follower.serial for follower in self._followers.values()), default=self._serial)
-        check(all(serial > known for serial in self._naming.values()), "{} wait for nothing", self._naming)
+        serial_min = min((follower.serial for follower in self._followers.values()), default=self._serial)
+        check(all(serial > serial_min for serial in self._naming.values()), "{} wait for nothing", self._naming)
         for call_id, loading in self._loading.items():
             check(loading.waits_for and loading.waits_for <= names, "call {} waits for nothing", call_id)
 
@@ -289,15 +289,15 @@ class FollowedNames(AdapterBook):
 
     def __init__(self, parts: RouterParts, requests: RequestTable) -> None:
         super().__init__(parts, requests)
-        self._told: tuple[Peer, int] = Peer("", 0), -1  # the owner that told last, and its serial
+        self._last_names: tuple[Peer, int] = Peer("", 0), -1  # the owner that told last, and its serial
 
     def on_owner_names(self, owner: Peer, message: NameAdapters) -> None:
         """Requests may name these from now on. The host has done so before the owner hears of it."""
-        if owner == self._told[0] and message.serial < self._told[1]:
+        if owner == self._last_names[0] and message.serial < self._last_names[1]:
             return  # late
-        if self._told != (owner, message.serial):
+        if self._last_names != (owner, message.serial):
             self._outbox.change_adapter_names(AdapterNamesChanged(message.adapters, message.unnamed))
-        self._told = owner, message.serial
+        self._last_names = owner, message.serial
         used = sorted({req.request.adapter for req in self._requests.by_id.values()} - {""})
         self._outbox.send(owner, AdaptersNamed(message.serial, tuple(used)))
 

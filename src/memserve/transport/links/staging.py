@@ -188,9 +188,9 @@ class StagedLink(ShmLink):
     def _find_staging(self, info: PeerInfo, place: StagedPlace) -> _core.PeerArena:
         """The memory that a peer has named, mapped when it first does. Raises :class:`LinkError`."""
         with self._lock:
-            known = self._staging.get(info.peer)
-            if known is not None and (known[0].fd, known[0].arena_bytes) == (place.fd, place.arena_bytes):
-                return known[1]
+            mapped = self._staging.get(info.peer)
+            if mapped is not None and (mapped[0].fd, mapped[0].arena_bytes) == (place.fd, place.arena_bytes):
+                return mapped[1]
             try:
                 arena = _core.PeerArena(info.pid, place.fd, place.arena_bytes)
             except (OSError, ValueError) as error:
