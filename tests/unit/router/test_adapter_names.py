@@ -235,6 +235,18 @@ def test_adapter_stays_for_requests_of_any_router() -> None:
     assert not world.owner._membership.adapters.wanted and not world.held["c1"]
 
 
+def test_router_that_was_cut_off_forgets_names_that_are_gone() -> None:
+    """While it counts as dead the last name goes; nothing is left that the owner would tell a new one."""
+    world = World(R2)
+    world.load(ONE)
+    world.cut = {R2}
+    world.wait(20)
+    assert world.answers[world.unload("one")] == ""
+    world.cut = set()
+    world.wait(20)
+    assert not world.names[R2] and not world.held["c1"]
+
+
 def test_follower_itself_names_nothing() -> None:
     world = World(R2)
     world.post(R2, AdapterNamed(7, ONE))

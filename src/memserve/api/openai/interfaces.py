@@ -248,7 +248,8 @@ class ModelNames:
 
     def replace_adapters(self, adapters: Iterable[Adapter], unnamed: Iterable[str]) -> None:
         """From now on there are ``adapters``, and those of the start whose names are not ``unnamed``."""
-        fixed = {name: adapter for name, adapter in self._fixed.items() if name not in {n.casefold() for n in unnamed}}
+        gone = {name.casefold() for name in unnamed}
+        fixed = {name: adapter for name, adapter in self._fixed.items() if name not in gone}
         self._adapters = fixed | {adapter.name.casefold(): adapter for adapter in adapters}
 
     def find_adapter(self, name: str) -> Adapter | None:

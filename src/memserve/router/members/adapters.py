@@ -43,6 +43,7 @@ class _FollowerNames:
     """What a follower has said of the names that it was told."""
 
     serial: int = -1
+    is_told: bool = False
     serial_before: int = -1
     """Of its answer before the last: a request that named an adapter on the way is in the last one."""
     used: frozenset[str] = frozenset()
@@ -123,7 +124,8 @@ class AdapterBook:
     def on_registered(self, member: Member) -> None:
         """A member is new, or back: before it may get requests."""
         if member.info.role is Role.ROUTER:
-            self._followers[member.name] = _FollowerNames()
+            has_names = bool(self._named or self._unnamed)  # else there is nothing to tell, unless it has some
+            self._followers[member.name] = _FollowerNames(-1 if has_names else self._serial)
         if member.shares_kv and self.wanted:
             member.lacks_adapters = True
             self._loads.close_member(member.number)
@@ -132,7 +134,8 @@ class AdapterBook:
         """It listens."""
         if member.lacks_adapters:
             self._send_wanted(member)
-        if member.name in self._followers:  # also without any name: the last owner may have had some
+        follower = self._followers.get(member.name)
+        if follower is not None and follower.serial < self._serial:
             self._send_names(member)
 
     def on_heartbeat(self, member: Member) -> None:
@@ -148,6 +151,9 @@ class AdapterBook:
     def on_named(self, member: Member, message: AdaptersNamed, now_ns: int) -> None:
         """``member``, a follower, has these names, and these requests."""
         follower = self._followers.get(member.name)
+        if follower is not None and not follower.is_told:
+            self._send_names(member)  # it has names of another owner, or of a time before it was taken to be dead
+            return
         if follower is None or message.serial < follower.serial:
             return  # late
         follower.serial_before, follower.serial = follower.serial, message.serial
@@ -271,6 +277,7 @@ class AdapterBook:
         self._outbox.send(member.peer, HoldAdapters(self.wanted))
 
     def _send_names(self, member: Member) -> None:
+        self._followers[member.name].is_told = True
         unnamed = tuple(sorted(self._unnamed))
         self._outbox.send(member.peer, NameAdapters(tuple(self._named.values()), unnamed, self._serial))
 
@@ -290,6 +297,7 @@ class FollowedNames(AdapterBook):
     def __init__(self, parts: RouterParts, requests: RequestTable) -> None:
         super().__init__(parts, requests)
         self._last_names: tuple[Peer, int] = Peer("", 0), -1  # the owner that told last, and its serial
+        self._has_names = False
 
     def on_owner_names(self, owner: Peer, message: NameAdapters) -> None:
         """Requests may name these from now on. The host has done so before the owner hears of it."""
@@ -297,9 +305,17 @@ class FollowedNames(AdapterBook):
             return  # late
         if self._last_names != (owner, message.serial):
             self._outbox.change_adapter_names(AdapterNamesChanged(message.adapters, message.unnamed))
-        self._last_names = owner, message.serial
+        self._last_names, self._has_names = (owner, message.serial), bool(message.adapters or message.unnamed)
+        self._send_used(owner, message.serial)
+
+    def on_owner_accepts(self, owner: Peer) -> None:
+        """``owner`` may be another one, or have had others in the meantime."""
+        if self._has_names:
+            self._send_used(owner, 0)
+
+    def _send_used(self, owner: Peer, serial: int) -> None:
         used = sorted({req.request.adapter for req in self._requests.by_id.values()} - {""})
-        self._outbox.send(owner, AdaptersNamed(message.serial, tuple(used)))
+        self._outbox.send(owner, AdaptersNamed(serial, tuple(used)))
 
     def name_adapter(self, event: AdapterNamed, now_ns: int) -> None:
         """Clients are led to the owner before this."""

@@ -535,6 +535,7 @@ class Following(Membership):
             case JoinAccepted(peers):
                 if self._admission is not None:
                     self._admission.on_owner_accepts(owner)
+                self.names.on_owner_accepts(owner)
                 infos = {info.peer.name: info for info in peers if info.role is not Role.ROUTER}
                 for name in [name for name, info in self._known.items() if infos.get(name) != info]:
                     self._remove_known(name, "the owner does not name it any more", now_ns)
