@@ -175,7 +175,7 @@ def _staged(info: PeerInfo, ranges: Ranges, pages_at: str, seals: object) -> Ite
 
     host = {Tier.DRAM: _core.SharedArena(info.arenas[0].arena_bytes)}
     channel = CurveLink(host, ListenAddress(SECRET), ranges.range_bytes)
-    staged = StagedLink(host, channel)
+    staged = StagedLink(host, channel.read_staged)
     info = msgspec.structs.replace(info, pages_at=pages_at)
     channel.add_peer(info)
     staged.add_peer(info)

@@ -143,7 +143,7 @@ def open_data_port(
         log.warning("no RDMA adapter: KV goes to other hosts through the cluster's encrypted channel")
     if link in ("auto", "trusted", "curve") and listen_address is not None:
         channel = CurveLink(arenas, listen_address, geometry.block_bytes, kv_codec=kv_codec)
-        links += [channel] if link == "curve" else [StagedLink(arenas, channel), channel]
+        links += [channel] if link == "curve" else [StagedLink(arenas, channel.read_staged), channel]
     if not links:
         raise UserError("pages go through the channel of a cluster, and this process is in none", param="link")
     return PagePort(geometry, arenas, links, on_pages)

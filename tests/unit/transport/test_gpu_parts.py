@@ -217,7 +217,7 @@ def the_channel_hands_out_whole_blocks() -> bool:
     owner = CurveLink({Tier.HBM: source.memory}, where, geometry.block_bytes)
     host = _core.SharedArena(BLOCKS * geometry.block_bytes)
     reader = CurveLink({Tier.HBM: target.memory, Tier.DRAM: host}, where, geometry.block_bytes)
-    staged = StagedLink({Tier.DRAM: host}, reader)
+    staged = StagedLink({Tier.DRAM: host}, reader.read_staged)
     info = owner.describe(source.info())
     place = msgspec.structs.replace(info.arenas[0], shards=())
     older = msgspec.structs.replace(info, peer=Peer("owner", 1), arenas=(place,))

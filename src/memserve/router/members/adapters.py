@@ -230,8 +230,13 @@ class AdapterBook:
             if member.name in self._followers:
                 self._send_names(member)
 
+    @property
+    def _serial_of_all(self) -> int:
+        """All followers have the names of this one."""
+        return min((follower.serial for follower in self._followers.values()), default=self._serial)
+
     def _end_named(self) -> None:
-        serial_min = min((follower.serial for follower in self._followers.values()), default=self._serial)
+        serial_min = self._serial_of_all
         for call_id in [call_id for call_id, serial in self._naming.items() if serial <= serial_min]:
             del self._naming[call_id]
             self._outbox.answer_adapter(AdapterAnswered(call_id))
@@ -285,7 +290,7 @@ class AdapterBook:
         """Raise :class:`InvariantError` if a call waits for nothing, or for a member that is gone."""
         names = {member.name for member in self._registry}
         check(self._followers.keys() <= names, "{} are no members", self._followers.keys() - names)
-        serial_min = min((follower.serial for follower in self._followers.values()), default=self._serial)
+        serial_min = self._serial_of_all
         check(all(serial > serial_min for serial in self._naming.values()), "{} wait for nothing", self._naming)
         for call_id, loading in self._loading.items():
             check(loading.waits_for and loading.waits_for <= names, "call {} waits for nothing", call_id)

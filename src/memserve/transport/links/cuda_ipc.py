@@ -89,13 +89,6 @@ class IpcLink(ShmLink):
     def _arena_place(self, peer: Peer, tier: Tier) -> ArenaPlace:
         return place_of(self._peer_info(peer), tier)
 
-    def _peer_info(self, peer: Peer) -> PeerInfo:
-        with self._lock:
-            info = self._peers.get(peer)
-        if info is None:
-            raise LinkError(f"{peer.name} is gone")
-        return info
-
     def _map_gpu(self, peer: Peer, tier: Tier) -> ArenaParts:
         """The peer's memories, mapped when they are first read."""
         info = self._peer_info(peer)

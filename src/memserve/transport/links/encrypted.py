@@ -229,17 +229,26 @@ class CurveLink:
         """The thread that answers waits for questions."""
 
     def read(
+        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
+    ) -> Seals:
+        """Ask piece by piece, and copy what comes. Raises :class:`LinkError`."""
+        return self._read_from(peer, (src_tier, dst_tier), ranges, travelled or Travelled(), None)
+
+    def read_staged(
+        self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, find_staging: FindStaging
+    ) -> Seals:
+        """As :meth:`read`, of a peer on this host: what it stages is found by ``find_staging``."""
+        return self._read_from(peer, (src_tier, dst_tier), ranges, Travelled(), find_staging)
+
+    def _read_from(
         self,
         peer: Peer,
-        src_tier: Tier,
-        dst_tier: Tier,
+        tiers: tuple[Tier, Tier],
         ranges: Ranges,
-        travelled: Travelled | None = None,
-        *,
-        find_staging: FindStaging | None = None,
+        travelled: Travelled,
+        find_staging: FindStaging | None,
     ) -> Seals:
-        """Ask piece by piece, and copy what comes, or what the peer stages where this process finds that. Raises
-        :class:`LinkError`."""
+        src_tier, dst_tier = tiers
         with self._lock:
             info = self._peers.get(peer)
         if info is None:
@@ -251,7 +260,7 @@ class CurveLink:
         if ranges.range_bytes > self._bytes_max:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a message")
         connection, until_ns = self._take_connection(info), time.monotonic_ns() + self._stall_ns
-        reading = _Reading(peer, src_tier, target, self._way_from(peer), travelled or Travelled(), find_staging)
+        reading = _Reading(peer, src_tier, target, self._way_from(peer), travelled, find_staging)
         try:
             while True:
                 try:

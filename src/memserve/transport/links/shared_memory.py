@@ -91,6 +91,13 @@ class ShmLink:
             self._peers.clear()
             self._maps.clear()
 
+    def _peer_info(self, peer: Peer) -> PeerInfo:
+        with self._lock:
+            info = self._peers.get(peer)
+        if info is None:
+            raise LinkError(f"{peer.name} is gone")
+        return info
+
     def _map_arena(self, peer: Peer, tier: Tier) -> _core.PeerArena:
         with self._lock:
             info = self._peers.get(peer)

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,7 +28,7 @@ from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.gpus import DriverError
 from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.links.shared_memory import ShmLink
-from memserve.transport.ports import Arenas, LinkError, Seals, Travelled, UnreachableError, place_of
+from memserve.transport.ports import Arenas, Seals, Travelled, UnreachableError, place_of
 from memserve.transport.ranges import Offsets, Ranges
 
 if TYPE_CHECKING:
@@ -49,24 +49,11 @@ class StagedPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 FindStaging = Callable[[StagedPlace], _core.PeerArena]
-"""The memory that a peer names, mapped here. Raises :class:`LinkError`."""
+"""The memory that a peer names, mapped here. Raises :class:`~memserve.transport.ports.LinkError`."""
 
 
-class Channel(Protocol):
-    """What asks a peer for ranges, as ``CurveLink`` does."""
-
-    def read(
-        self,
-        peer: Peer,
-        src_tier: Tier,
-        dst_tier: Tier,
-        ranges: Ranges,
-        travelled: Travelled | None = None,
-        *,
-        find_staging: FindStaging | None = None,
-    ) -> Seals:
-        """As every link, and out of what the peer stages where ``find_staging`` finds that. Raises
-        :class:`LinkError`."""
+ReadStaged = Callable[[Peer, Tier, Tier, Ranges, FindStaging], Seals]
+"""``CurveLink.read_staged``."""
 
 
 @dataclass(slots=True)
@@ -149,10 +136,10 @@ class StagedLink(ShmLink):
 
     name = "staged"
 
-    def __init__(self, arenas: Arenas, channel: Channel) -> None:
-        """``channel``: what asks; it knows the same peers."""
+    def __init__(self, arenas: Arenas, read_staged: ReadStaged) -> None:
+        """``read_staged``: of the channel on which it asks, which knows the same peers."""
         super().__init__(arenas)
-        self._channel = channel
+        self._read_staged = read_staged
         self._staging: dict[Peer, tuple[StagedPlace, _core.PeerArena]] = {}
 
     def reaches(self, info: PeerInfo) -> bool:
@@ -169,15 +156,11 @@ class StagedLink(ShmLink):
     def read(
         self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges, travelled: Travelled | None = None
     ) -> Seals:
-        """Copy and checksum. Raises :class:`LinkError`."""
-        with self._lock:
-            info = self._peers.get(peer)
-        if info is None:
-            raise LinkError(f"{peer.name} is gone")
+        """Copy and checksum. Raises :class:`~memserve.transport.ports.LinkError`."""
+        info = self._peer_info(peer)
         if not place_of(info, src_tier).on_gpu:
             return super().read(peer, src_tier, dst_tier, ranges, travelled)
-        find = partial(self._find_staging, info)
-        return self._channel.read(peer, src_tier, dst_tier, ranges, travelled, find_staging=find)
+        return self._read_staged(peer, src_tier, dst_tier, ranges, partial(self._find_staging, info))
 
     def close(self) -> None:
         """Unmap everything."""
@@ -186,7 +169,7 @@ class StagedLink(ShmLink):
             self._staging.clear()
 
     def _find_staging(self, info: PeerInfo, place: StagedPlace) -> _core.PeerArena:
-        """The memory that a peer has named, mapped when it first does. Raises :class:`LinkError`."""
+        """The memory that a peer has named, mapped when it first does. Raises :class:`UnreachableError`."""
         with self._lock:
             mapped = self._staging.get(info.peer)
             if mapped is not None and (mapped[0].fd, mapped[0].arena_bytes) == (place.fd, place.arena_bytes):
