@@ -18,7 +18,7 @@ from itertools import accumulate
 from math import gcd, prod
 
 from memserve.base.errors import UserError
-from memserve.base.layer_kv import LayerKv
+from memserve.base.layer_kv import LayerKv, WindowPages
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div, flag_bytes, human_bytes
 
@@ -255,3 +255,37 @@ def divide_memory(
             param="kv_memory",
         )
     return DividedMemory(left // block_bytes, slots, pages)
+
+
+@dataclass(frozen=True, slots=True)
+class BehindKv:
+    """What a sequence needs beside the KV of a prefix to go on from it: a snapshot of its recurrent state, or the parts
+    of its last window; in blocks like any others."""
+
+    most_blocks: int = 0
+    """Of a long prefix. 0: KV is all that it needs."""
+    windows: WindowPages | None = None
+    """None: a snapshot."""
+
+    @property
+    def part_blocks(self) -> int:
+        """Of each part of a window; 0: there are none."""
+        return 0 if self.windows is None else self.windows.part_blocks
+
+    def count_blocks(self, tokens: int) -> int:
+        """Blocks behind a prefix of so many tokens."""
+        if self.windows is None:
+            return self.most_blocks
+        return self.windows.part_blocks * len(self.windows.entries_behind(tokens))
+
+
+KV_ALONE = BehindKv()
+"""Of a model that keeps no state, and the KV of all layers together."""
+
+
+def behind_kv(states: StatePages | None, windows: WindowPages | None) -> BehindKv:
+    """What a pool with such snapshots, or such windows, has behind KV."""
+    if windows is not None:  # at the end of a chunk: the most
+        tokens = 2 * windows.reach * windows.block_tokens - 1
+        return BehindKv(windows.part_blocks * len(windows.entries_behind(tokens)), windows)
+    return BehindKv(states.pages_each if states is not None and states.whole_blocks else 0)

@@ -198,6 +198,7 @@ def _describe_peer(parts: Parts, place: MemberPlace, self_peer: Peer, segments: 
         computes_stripes=_computes_stripes(parts),
         cores_share=torch.get_num_threads() / usable_cores() if parts.model.device.type == "cpu" else 0.0,
         model=place.model,
+        windows=config.pool.windows if config.exchange.shares_kv else None,
     )
 
 

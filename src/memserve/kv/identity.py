@@ -10,10 +10,12 @@ every look-up slow; and a reader of the journal could test which prompts were ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from memserve import _core
 from memserve.base.types import TokenArray
+from memserve.kv.store_shares import split_keys
 
 DEFAULT_KEY = b"memserve-kv-0001"
 """16 bytes, public: for pools that share their identities with no other cluster member (one engine alone, the
@@ -68,9 +70,17 @@ def part_identities(identity: bytes, count: int, key: bytes = DEFAULT_KEY) -> li
     return [_core.siphash128(key, identity + place.to_bytes(8, "little") + b"part") for place in range(count)]
 
 
+def names_behind(identities: Sequence[bytes], blocks: int, part_blocks: int, key: bytes = DEFAULT_KEY) -> list[bytes]:
+    """Of what comes behind the KV of blocks of these ``identities``: a snapshot in ``blocks``, or (``part_blocks``) the
+    parts of a window, of so many each, in as many blocks at most."""
+    if not part_blocks:
+        return state_identities(identities[-1], blocks, key) if identities else []
+    own = identities[max(0, len(identities) - blocks // part_blocks) :]
+    return [name for identity in own for name in part_identities(identity, part_blocks, key)]
+
+
 def block_identities(
     namespace: bytes, tokens: TokenArray, block_tokens: int, key: bytes = DEFAULT_KEY, first: int = 0
 ) -> list[bytes]:
     """The identity of each whole block of ``tokens`` from block ``first`` on, 16 bytes each."""
-    packed = _core.block_identities(key, namespace, tokens, block_tokens)
-    return [packed[offset : offset + 16] for offset in range(16 * first, len(packed), 16)]
+    return split_keys(_core.block_identities(key, namespace, tokens, block_tokens))[first:]

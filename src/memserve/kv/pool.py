@@ -12,25 +12,21 @@ that it names. Every other reference belongs to a caller of this class.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from memserve import _core
 from memserve.base.config import PoolConfig
 from memserve.base.errors import InvariantError, check
+from memserve.base.states import behind_kv
 from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
-from memserve.kv.identity import (
-    DEFAULT_KEY,
-    NAMES_MAX,
-    block_identities,
-    namespace_id,
-    part_identities,
-    state_identities,
-)  # fmt: skip
+from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, names_behind, namespace_id
 from memserve.kv.retention import RetainedPrefixes
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
 from memserve.kv.state_snapshot import Lease, StateSnapshot
+from memserve.kv.store_shares import split_keys
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
 
 _EVICTION_STEP = 8  # blocks given up at once where a part of a window may go with any of them
@@ -64,6 +60,8 @@ class BlockPool:
         if config.windows is not None:
             check(not config.dram_blocks and config.states is None, "parts lie on one tier, and without states")
             self.windows = WindowCache(config.windows, self._hbm, self.release)
+        #: what a peer needs beside the KV of a prefix
+        self.behind_kv = behind_kv(config.states, config.windows)
         self.retained = RetainedPrefixes(self, self._index, self._hbm, self._dram)
 
         #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
@@ -79,9 +77,12 @@ class BlockPool:
 
     def state_identities(self, identity: bytes) -> list[bytes]:
         """Under which stores have the snapshot behind the block of this ``identity``, or its part; one a block."""
-        if self.part_blocks:
-            return part_identities(identity, self.part_blocks, self._key)
-        return state_identities(identity, self.state_blocks, self._key)
+        return names_behind([identity], self.part_blocks or self.state_blocks, self.part_blocks, self._key)
+
+    def names_behind(self, identities: bytes) -> bytes:
+        """Under which stores have what comes behind the KV of a prefix whose blocks have these ``identities``."""
+        blocks = self.behind_kv.count_blocks(len(identities) // 16 * self.block_tokens)
+        return b"".join(names_behind(split_keys(identities), blocks, self.part_blocks, self._key)) if blocks else b""
 
     # -- prefix cache
 
@@ -263,11 +264,17 @@ class BlockPool:
     def lend_parts(self, parts: Sequence[WindowPart], tokens: int) -> Lease:
         """The ``parts`` that a sequence needs behind ``tokens`` tokens, for a peer: in use, with a reference on each
         block. Ended by :meth:`unpin` and :meth:`release`."""
-        if self.windows is not None:
-            self.windows.use_parts(parts)
         blocks = [block for part in parts for block in part.blocks]
+        return self.share_loan(Lease(tokens=tokens, tail=list(parts)), blocks)
+
+    def share_loan(self, loan: Lease, blocks: Sequence[int]) -> Lease:
+        """What ``loan`` has of a state or of windows, pinned once more, with a reference on each of ``blocks``."""
+        if loan.snapshot is not None:
+            self._snapshots().pin(loan.snapshot)
+        if self.windows is not None:
+            self.windows.use_parts(loan.tail)
         self.retain(blocks)
-        return Lease(blocks, tokens, tail=list(parts))
+        return replace(loan, blocks=list(blocks), tail=list(loan.tail))
 
     def _match_windows(self, tenant: str, tokens: TokenArray) -> int:
         if self.windows is None or not self.config.caching:
@@ -299,32 +306,25 @@ class BlockPool:
     def state_blocks(self) -> int:
         """Blocks that a peer needs beside the KV of a long prefix: of one snapshot, or of a window's parts. 0: none, or
         snapshots do not lie in blocks of their own."""
-        states, windows = self.config.states, self.config.windows
-        if windows is not None:
-            return self.blocks_behind(2 * windows.reach * self.block_tokens - 1)  # at the end of a chunk: the most
-        return states.pages_each if states is not None and states.whole_blocks else 0
+        return self.behind_kv.most_blocks
 
     def blocks_behind(self, tokens: int) -> int:
         """As :attr:`state_blocks`, for a prefix of so many tokens."""
-        windows = self.config.windows
-        return self.state_blocks if windows is None else windows.part_blocks * len(windows.entries_behind(tokens))
+        return self.behind_kv.count_blocks(tokens)
 
     def lend_snapshot(self, tenant: str, snapshot: StateSnapshot) -> Lease | None:
         """The snapshot's blocks for a peer: pinned, with a reference on each, which keeps their bytes even where the
         snapshot is lost meanwhile. Ended by :meth:`unpin` and :meth:`release`. None: it lies in DRAM, and HBM has no
         room for it."""
-        snapshots = self._snapshots()
         check(self.state_blocks, "snapshots here cannot be lent")
-        if snapshot.tier is Tier.DRAM and not snapshots.move_up(self.namespace_of(tenant), snapshot):
+        if snapshot.tier is Tier.DRAM and not self._snapshots().move_up(self.namespace_of(tenant), snapshot):
             return None
-        snapshots.pin(snapshot)
-        self.retain(snapshot.pages)
-        return Lease(list(snapshot.pages), snapshot.tokens, snapshot=snapshot)
+        return self.share_loan(Lease(tokens=snapshot.tokens, snapshot=snapshot), snapshot.pages)
 
     @property
     def part_blocks(self) -> int:
         """Blocks of a part of a window. 0: the KV of all layers lies together."""
-        return 0 if self.windows is None else self.windows.pages.part_blocks
+        return self.behind_kv.part_blocks
 
     def lend_cached_parts(self, tenant: str, tokens: TokenArray, first: int, count: int) -> tuple[int, Lease] | None:
         """The first run of parts that hang at the cached blocks of ``tokens`` from the ``first`` on, up to ``count``;

@@ -72,6 +72,11 @@ class StoreShares:
         return tuple(self.names[index] for index in self.owners_of(key)[0].tolist())
 
 
+def split_keys(keys: bytes) -> list[bytes]:
+    """The keys of 16 bytes that stand one behind the other."""
+    return [keys[offset : offset + KEY_BYTES] for offset in range(0, len(keys), KEY_BYTES)]
+
+
 def _words(keys: bytes) -> NDArray[np.uint64]:
     """``[n, 2]`` numbers of 64 bits from ``n`` keys of 16 bytes."""
     return np.frombuffer(keys, "<u8").reshape(-1, 2)

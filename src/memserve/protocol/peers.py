@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from memserve import _core
+from memserve.base.layer_kv import WindowPages
 from memserve.base.types import KVGeometry, Role, Tier
 
 ROUTER = "router"
@@ -38,7 +39,8 @@ class Holder(Message, frozen=True):
     stores: tuple[Peer, ...] = ()
     """The prefix is spread over these; ``peer`` is one of them. Empty: all of it is at ``peer``."""
     places: bytes = b""
-    """Which of ``stores`` is to be asked for a block: a byte for each block of the prefix."""
+    """Which of ``stores`` is to be asked for a block: a byte for each block of the prefix, and then for each of what
+    comes behind its KV, a state or a window."""
     spares: bytes = b""
     """Which of ``stores`` has a second copy, 255: none. Empty: there are none."""
 
@@ -128,8 +130,8 @@ class PeerInfo(Message, frozen=True):
     -1: there is none."""
     staging_bytes: Natural = 0
     state_blocks: Natural = 0
-    """Blocks that the recurrent state of a sequence takes where it is handed over, fetched or pinned. 0: layers keep KV
-    alone, or it goes nowhere."""
+    """Blocks that the recurrent state of a sequence, or its last window, takes at most where it is handed over, fetched
+    or pinned. 0: layers keep KV alone, or it goes nowhere."""
     reports_layers: bool = False
     """Whether it can hand a prompt's KV over layer by layer while it computes it. False: its layers do not all keep the
     same, or no worker sees all of them."""
@@ -143,6 +145,8 @@ class PeerInfo(Message, frozen=True):
     """The served model that it is for, by its name, where one router has several; empty: the first."""
     http_at: str = ""
     """Of a router: where clients find it, ``http://host:port``; empty: where they find its owner."""
+    windows: WindowPages | None = None
+    """How the parts of windows lie that are among ``state_blocks``. None: these are a recurrent state's."""
 
 
 class Load(Message, frozen=True):

@@ -8,7 +8,8 @@ from cluster_world import BLOCK, GEOMETRY, a_request, cached, dispatches, info
 from memserve.base.types import KVGeometry, Role, Tier
 from memserve.base.units import NS_PER_S
 from memserve.kv.costs import CopyCurve, CostModel
-from memserve.kv.identity import block_identities, namespace_id
+from memserve.kv.identity import block_identities, namespace_id, state_identities
+from memserve.kv.store_shares import split_keys
 from memserve.protocol.messages import (
     Expelled,
     Heartbeat,
@@ -64,13 +65,14 @@ def test_a_store_is_given_no_request(make_cluster):
 
 @pytest.mark.parametrize("state_blocks", [0, 2])
 def test_a_store_may_have_the_state_of_what_is_there(make_cluster, state_blocks):
-    """An instance that has all of the KV asks for it only where it may lack a state, or a window."""
+    """An instance that has all of the KV asks for it only where it may lack a state, or a window; and then not behind
+    the last token, which is computed in any case."""
     world = make_cluster(policy="least-load")
     world.add("c", C, state_blocks=state_blocks)
     world.add("s", S, state_blocks=0)
     cached(world, "c", PROMPT)
     cached(world, "s", PROMPT, Tier.DRAM)
-    assert holders_of(world) == ([("s", 20, Tier.DRAM, 0)] if state_blocks else [])
+    assert holders_of(world) == ([("s", 16, Tier.DRAM, 0)] if state_blocks else [])
 
 
 def test_a_store_is_a_holder_with_two_tiers(make_cluster):
@@ -90,7 +92,7 @@ def test_a_store_is_a_holder_with_two_tiers(make_cluster):
     assert holders_of(fresh_reader(world), "four") == [("s", 4, Tier.DRAM, 0)]
 
 
-def fresh_reader(world):
+def fresh_reader(world, **described):
     """The instance has left, and another one has come: nothing is cached or expected but at the store."""
     world.run()
     for name, instance in list(world.instances.items()):
@@ -98,7 +100,7 @@ def fresh_reader(world):
             world.hear(instance.peer, Leave())
             instance.alive = False
             del world.instances[name]
-    world.add(f"c{len(world.diary)}", C)
+    world.add(f"c{len(world.diary)}", C, **described)
     return world
 
 
@@ -146,10 +148,13 @@ def spread_holder(world, name="r"):
 
 def stored(world, name, blocks, tier=Tier.DRAM):
     """A store says that it has these blocks of the prompt."""
+    tell_stored(world, name, b"".join(split_keys(names_of())[at] for at in blocks), tier)
+
+
+def tell_stored(world, name, identities, tier=Tier.DRAM):
     store = Peer(name, 1)
     (view,) = [view for view in world.cluster.instances() if view.peer == store]
-    names = b"".join(names_of()[16 * at : 16 * at + 16] for at in blocks)
-    world.hear(store, KvEvents(view.next_event, (KvChange("stored", tier, names),)))
+    world.hear(store, KvEvents(view.next_event, (KvChange("stored", tier, identities),)))
 
 
 @pytest.fixture
@@ -196,15 +201,26 @@ def test_copy_on_own_host_goes_first(make_cluster):
     assert spread_holder(world)[3] == ["s", "t", "t", "s", "s"]
 
 
-def test_states_are_kept_by_single_stores(make_cluster):
-    """What stands behind a prefix is found where the prefix is."""
+def test_prefix_over_two_stores_ends_where_they_have_a_state(make_cluster):
+    """It is of no use without one; what is asked of which store is said for its blocks as well."""
     world = make_cluster(policy="least-load")
     world.add("c", C, state_blocks=2)
     for name in ("s", "t"):
         world.add(name, S, state_blocks=0)
-    stored(world, "s", [0, 1])
+    stored(world, "s", [0, 1, 4])
     stored(world, "t", [2, 3])
-    assert holders_of(world) == [("s", 8, Tier.DRAM, 0)]
+    assert holders_of(world, "one") == []
+    blocks, states = split_keys(names_of()), {}
+    for end in (2, 3, 5):  # behind five blocks: the last token would not be computed
+        states[end] = state_identities(blocks[end - 1], 2)
+        for name, identity in zip(("s", "t"), states[end], strict=True):
+            tell_stored(world, name, identity)
+    world.run()
+    assert spread_holder(fresh_reader(world, state_blocks=2), "two") == (12, Tier.DRAM, 0, ["s", "s", "t", "s", "t"])
+    (view,) = [view for view in world.cluster.instances() if view.peer.name == "t"]
+    gone = KvEvents(view.next_event, (KvChange("evicted", Tier.DRAM, states[3][1]),))
+    world.hear(Peer("t", 1), gone)
+    assert spread_holder(fresh_reader(world, state_blocks=2), "three") == (8, Tier.DRAM, 0, ["s", "s", "s", "t"])
 
 
 def test_disk_cost_decides_the_route(make_cluster):

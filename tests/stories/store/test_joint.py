@@ -11,7 +11,7 @@ import pytest
 from exchange_world import BLOCK, LEASE_NS, Node, array
 from memserve.base.config import ExchangeConfig
 from memserve.base.units import NS_PER_S
-from memserve.kv.store_shares import NO_SPARE, StoreShares
+from memserve.kv.store_shares import NO_SPARE, StoreShares, split_keys
 from memserve.kv.transfer.events import FetchEnded
 from memserve.kv.transfer.exchange import OfferedBlocks
 from memserve.kv.transfer.spread import PATIENCE_SHARE, SpreadPrefix
@@ -20,7 +20,6 @@ from memserve.protocol.messages import Fetch, Offer, Release
 from memserve.protocol.peers import Peer
 from memserve.protocol.store import BlocksHeld
 from memserve.store.machine.events import MoveConfig, StoreConfig
-from memserve.store.machine.values import split_keys
 from store_world import BLOCK_BYTES, StoreNode, StoreWorld, finished_world
 
 BLOCKS = 12

@@ -92,7 +92,7 @@ def _state(cluster: Cluster) -> int:
     """Blocks of a recurrent state that goes with KV."""
     registry = cluster._registry
     block_tokens = registry.geometry.block_tokens if registry.geometry is not None else 1
-    return ceil_div(registry.state_blocks * block_tokens, _unit(cluster))
+    return ceil_div(registry.behind_kv.most_blocks * block_tokens, _unit(cluster))
 
 
 def _total(cluster: Cluster, member: Member) -> int:

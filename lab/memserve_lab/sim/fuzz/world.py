@@ -204,6 +204,7 @@ class World:
             segments_at="" if self.scenario.shared is None else f"virtual://{node.peer.name}",
             sequence_tokens=self.scenario.context_tokens,
             state_blocks=node.machine.pool.state_blocks,
+            windows=node.machine.pool.config.windows,
             reports_layers=config.pool.page_is_layer,
             step_tokens=config.scheduler.step_tokens,
             computes_stripes=self.scenario.striped is not None,
@@ -399,7 +400,7 @@ class World:
 
     def _end_transfers(self) -> None:
         """Offers of which the other side does not know end with their leases, which are longer where plans were long,
-        or where none has ended yet."""
+        or where none has ended yet. Stores may still look where their blocks belong."""
         if self._has_transfers():
             ends_ns = store_offers.LEASE_NS + 2 * store_offers.FIRST_PLAN_NS
             self._run_while(self._has_transfers, self.clock.now + ends_ns)
@@ -408,7 +409,8 @@ class World:
     def _has_transfers(self) -> bool:
         links = (node.machine.link for node in self.instances)
         exchanges = [link.exchange for link in links if link is not None]
-        return any(exchange.transfers_open for exchange in [*exchanges, *(s.machine.kv.exchange for s in self.stores)])
+        exchanges += [store.machine.kv.exchange for store in self.stores]
+        return any(e.transfers_open for e in exchanges) or any(s.machine.moves.is_at_work for s in self.stores)
 
     def _run_until(self, end_ns: int) -> None:
         self._run_while(lambda: True, end_ns)

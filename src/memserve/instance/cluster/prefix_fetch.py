@@ -226,7 +226,7 @@ class Fetches:
             return False
         size = self._geometry.block_tokens
         end = min(min(holder.prefix_tokens, len(hint.tokens)) // size, hbm + dram + max(0, spare))
-        if end <= hbm + dram:
+        if end <= hbm + dram or self._is_cut(holder, end):
             return False
         begin, deadline_ns = (hbm + dram) * size, now_ns + self._wait_max_ns
         fetch_id = self._send_fetch(
@@ -307,7 +307,7 @@ class Fetches:
             holder = remote.holders.pop(0)
             most = min(min(holder.prefix_tokens, len(reusable)) // block_tokens, hbm_blocks)  # all of it comes to HBM
             blocks = most - hbm - dram
-            if blocks > 0:
+            if blocks > 0 and not self._is_cut(holder, most):
                 near = self._is_near(holder)
                 dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
                 after_ns = self._plans_ns(blocks)
@@ -323,6 +323,13 @@ class Fetches:
                 return holder, prefix
         self._admit_group(group)
         return None
+
+    def _is_cut(self, holder: Holder, end_block: int) -> bool:
+        """Whether several stores have a state or a window behind what ``holder`` names, and none before
+        ``end_block``."""
+        return bool(holder.places and self._state.memory.pool.state_blocks) and (
+            end_block * self._geometry.block_tokens < holder.prefix_tokens
+        )
 
     def _beside_states(self, group: Group, reusable: TokenArray, own_tokens: int) -> tuple[int, int]:
         """Tokens behind ``own_tokens`` with KV here and no state or window to go on from; bytes of what is lacking."""
@@ -361,6 +368,8 @@ class Fetches:
         if remote is None:
             return
         tokens, deadline_ns = _tokens_of(group)[:end], now_ns + choice.wait_ns
+        if holder.places and self._state.memory.pool.state_blocks:  # KV may be here that lacks a state behind it
+            own_tokens = self._state.memory.pool.match_kv(group.isolation, tokens)
         remote.fetch_id = self._send_fetch(
             group.isolation, tokens, holder, own_tokens, now_ns, deadline_ns, link_ns=choice.link_ns
         )
@@ -375,9 +384,12 @@ class Fetches:
         near = self._is_near(holder)
         flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
         if holder.places:
-            identities = self._state.memory.pool.identities(isolation, tokens)[first_block * KEY_BYTES :]
-            wanted = slice(first_block, end_block)
-            spread = SpreadPrefix(holder.stores, holder.places[wanted], identities, holder.spares[wanted])
+            pool = self._state.memory.pool
+            identities = pool.identities(isolation, tokens)
+            behind = b"" if is_trial or self._is_cut(holder, end_block) else pool.names_behind(identities)
+            identities, count = identities[first_block * KEY_BYTES :] + behind, len(behind) // KEY_BYTES
+            wanted = slice(first_block, end_block + count)
+            spread = SpreadPrefix(holder.stores, holder.places[wanted], identities, holder.spares[wanted], count)
             fetch_id = self._exchange.fetch_spread(spread, isolation, tokens, first_block, now_ns, deadline_ns)
         else:
             fetch_id = self._exchange.fetch_blocks(
@@ -473,7 +485,7 @@ class Fetches:
     def _learn_read_speed(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
         """What reading has taken, without waiting for the link and without the link itself."""
         speed = self._disks.get(flight.holder.peer.name)
-        if speed is None or not flight.holder.disk_tokens:
+        if speed is None or not flight.holder.disk_tokens or flight.first_block == flight.end_block:
             return
         block_tokens, token_bytes = self._geometry.block_tokens, self._geometry.token_bytes
         wanted_tokens = (flight.end_block - flight.first_block) * block_tokens

@@ -37,7 +37,8 @@ from memserve.instance.cluster.store_offers import (
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence, SequenceKey
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.store_shares import StoreShares
+from memserve.kv.state_snapshot import Lease
+from memserve.kv.store_shares import StoreShares, split_keys
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import Send
 from memserve.protocol.peers import Peer, PeerInfo
@@ -61,17 +62,17 @@ class _Later:
 
 
 class StoreWriter:
-    """Offers what one instance caches to its store, or to several as one; the listener of ``SequenceMemory``.
-
-    What stands behind KV, a state or a window, is found with it: models that have one keep to the nearest store."""
+    """Offers what one instance caches to its store, or to several as one; the listener of ``SequenceMemory``. What
+    stands behind KV, a state or a window, is offered in blocks with names of their own, and over several stores it is
+    spread as KV is."""
 
     def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry) -> None:
         self._state = state
         self._exchange = exchange
         self._block_tokens = geometry.block_tokens
         pool = state.memory.pool
-        lent_max = max(1, pool.state_blocks, pool.config.hbm_blocks // LENT_SHARE)
-        self.offers = StoreOffers(exchange, geometry, lent_max)
+        lent_max = pool.config.hbm_blocks // LENT_SHARE
+        self.offers = StoreOffers(exchange, geometry, lent_max, max(1, pool.state_blocks))
         self._stores: dict[str, PeerInfo] = {}
         #: of this process; empty: not known
         self.host_id = ""
@@ -136,9 +137,6 @@ class StoreWriter:
         self._state.memory.listener = self._state.memory.states.listener = self if target is not None else None
 
     def _spread_target(self) -> SpreadTarget | None:
-        pool = self._state.memory.pool
-        if pool.config.states is not None or pool.config.windows is not None:
-            return None
         peers = {name: info.peer for name, info in self._stores.items() if info.namespace == self._exchange.namespace}
         if len(peers) < 2:
             return None
@@ -184,7 +182,8 @@ class StoreWriter:
         them for forgotten. What was not offered for a while is: a store that has it takes nothing, and one that came
         after it was computed, or has lost it, gets what is used again."""
         isolation, pool = sequence.group.isolation, self._state.memory.pool
-        self._reused.append(pool.identities(isolation, tokens))
+        identities = pool.identities(isolation, tokens)
+        self._reused.append(identities + pool.names_behind(identities))
         self._offer_cached(sequence, tokens)
         self.on_snapshot_kept(isolation, tokens)
         windows = pool.config.windows
@@ -318,16 +317,37 @@ class StoreWriter:
         next one brings those up that lie in DRAM."""
         pool, offers, target = self._state.memory.pool, self.offers, self.target
         while target is not None and self._kept_states and self._room_blocks >= pool.state_blocks:
-            identity, kept = next(iter(self._kept_states.items()))
-            del self._kept_states[identity]
+            kept = self._kept_states.pop(next(iter(self._kept_states)))
             loan = pool.lend_state(kept.isolation, kept.tokens, pool.state_blocks)
-            if loan is not None and loan.tokens == len(kept.tokens):
-                offers.offer_state(kept, loan, identity, target, now_ns)
+            if loan is None or loan.tokens != len(kept.tokens):
+                offers.counters.dropped += pool.state_blocks
+                self._end_loan(loan)
                 continue
-            offers.counters.dropped += pool.state_blocks
-            if loan is not None:
-                pool.unpin(loan)
-                pool.release(loan.blocks)
+            identities = pool.identities(kept.isolation, kept.tokens)
+            self._offer_behind(kept, loan, pool.names_behind(identities), identities, target, now_ns)
+
+    def _offer_behind(
+        self, kept: KeptState, loan: Lease, names: bytes, identities: bytes, target: Peer, now_ns: int
+    ) -> None:
+        """Offer what is lent, under these ``names``, one a block. ``identities``: of the KV that it stands behind."""
+        pool, offers = self._state.memory.pool, self.offers
+        if self.spread is None:  # one offer, which ends the loan; named after each part's first block
+            heads = range(0, len(loan.blocks), pool.part_blocks or len(loan.blocks))
+            offers.offer_state(kept, loan, b"".join(identity_at(names, head) for head in heads), target, now_ns)
+            return
+        fence = self._exchange.fence_of_cached([(Tier.HBM, block) for block in loan.blocks])
+        nothing = kept.tokens[:0]
+        run = BlockRun(
+            IN_CACHE, kept.isolation, nothing, 0, loan.blocks, names, fence, keep=kept.keep, before=identities,
+            loan=loan,
+        )  # fmt: skip
+        offers.offer_spread(run, self.spread, now_ns)
+        self._end_loan(loan)  # each offer has its share of it
+
+    def _end_loan(self, loan: Lease | None) -> None:
+        if loan is not None:
+            self._state.memory.pool.unpin(loan)
+            self._state.memory.pool.release(loan.blocks)
 
     def _offer_parts(self, target: Peer, now_ns: int) -> None:
         """Offer parts of windows that hang at cached blocks, as far as there is room; those that are gone are left
@@ -341,17 +361,17 @@ class StoreWriter:
                 continue
             first, loan = found
             tokens = later.tokens[: loan.tokens]
-            identities = _between(pool.identities(later.isolation, tokens), first, loan.tokens // size)
-            firsts = [pool.state_identities(identity_at(identities, i))[0] for i in range(len(identities) // 16)]
+            identities = pool.identities(later.isolation, tokens)
+            own = split_keys(_between(identities, first, loan.tokens // size))
+            parts = [pool.state_identities(identity) for identity in own]
             later.first_block = loan.tokens // size
             if later.first_block * size >= len(later.tokens):
                 del self._parts[key]
-            if not later.keep and all(offers.was_offered(name) for name in firsts):
-                pool.unpin(loan)
-                pool.release(loan.blocks)
+            if not later.keep and all(offers.was_offered(names[0]) for names in parts):
+                self._end_loan(loan)
                 continue
-            kept = KeptState(later.isolation, tokens, later.keep)
-            offers.offer_state(kept, loan, b"".join(firsts), target, now_ns)
+            names = b"".join(name for part in parts for name in part)
+            self._offer_behind(KeptState(later.isolation, tokens, later.keep), loan, names, identities, target, now_ns)
 
     # -- offering
 

@@ -85,6 +85,8 @@ class BlockRun:
     """They have a name."""
     before: bytes = b""
     """Identities of the blocks that lead to these."""
+    loan: Lease | None = None
+    """A state or parts of windows: what lends them."""
 
     @property
     def end_block(self) -> int:
@@ -156,12 +158,13 @@ class KeptState:
 
 
 class StoreOffers:
-    """Lends blocks to stores, ``lent_max`` at most at once."""
+    """Lends blocks to stores, ``lent_max`` at most at once, and in any case ``least``, which are offered together."""
 
-    def __init__(self, exchange: Exchange, geometry: KVGeometry, lent_max: int) -> None:
+    def __init__(self, exchange: Exchange, geometry: KVGeometry, lent_max: int, least: int = 1) -> None:
         self._exchange = exchange
         self._geometry = geometry
-        self._lent_max = self.exported_max = lent_max
+        self._lent_max, self._least = lent_max, least
+        self.exported_max = max(lent_max, least)
         self._copies = 1
         #: blocks of all open offers
         self.exported = 0
@@ -181,7 +184,7 @@ class StoreOffers:
     def set_copies(self, copies: int) -> None:
         """In how many stores each block is to lie."""
         self._copies = copies
-        self.exported_max = max(self._lent_max, copies, self.exported)
+        self.exported_max = max(self._lent_max, self._least * copies, self.exported)
 
     def was_offered(self, identity: bytes) -> bool:
         """Whether this block was offered a short while ago."""
@@ -208,6 +211,7 @@ class StoreOffers:
             Tier.HBM if run.blocks else Tier.DRAM,
             run.first_block,
             run.dram_blocks if run.blocks else (),
+            run.loan,
             identities=b"" if len(run.tokens) else run.identities,
             before=b"" if len(run.tokens) else run.before,
         )

@@ -41,8 +41,9 @@ from memserve.integrations.store_cache import Piece, Value, address_of, copy_pie
 from memserve.integrations.vllm.lookups import RankNames
 from memserve.integrations.vllm.memory import BlockLayout
 from memserve.kv.identity import namespace_id
+from memserve.kv.store_shares import split_keys
 from memserve.model.loading.cache import fingerprint
-from memserve.protocol.store import KEY_BYTES, KvModel
+from memserve.protocol.store import KvModel
 from memserve.store.client.client import StoreClient
 from memserve.store.client.memory import View
 
@@ -253,7 +254,7 @@ class Identities:
         if len(identities) < end:
             tokens = np.array(request.all_token_ids[len(identities) * size : end * size], np.int32)
             packed = _core.block_identities(self._key, identities[-1] if identities else self._root, tokens, size)
-            identities += [packed[offset : offset + KEY_BYTES] for offset in range(0, len(packed), KEY_BYTES)]
+            identities += split_keys(packed)
         return identities[:blocks]
 
     def forget_request(self, request_id: str) -> None:

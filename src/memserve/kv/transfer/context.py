@@ -111,6 +111,9 @@ class TransferPool(Protocol):
         """Of the snapshots of so many ``blocks``, the one of the longest prefix of ``tokens``: where it lies, pinned,
         one reference a block; or the parts of a window, of ``part_blocks`` each. None: there is none."""
 
+    def share_loan(self, loan: Lease, blocks: Sequence[int]) -> Lease:
+        """What was lent by :meth:`lend_state`, pinned once more, with a reference on each of these of its blocks."""
+
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
         """Cache the snapshot behind ``tokens``, with references of its own."""
 

@@ -63,7 +63,8 @@ class OfferedBlocks:
     first_block: int = 0
     dram_blocks: Sequence[int] = ()
     state: Lease | None = None
-    """The snapshot behind ``tokens``, whole blocks of them; its references and its pin pass to the exchange."""
+    """The snapshot behind ``tokens``, whole blocks of them; its references and its pin pass to the exchange. With
+    ``identities``: what lends ``blocks``, some of its own, and stays the caller's."""
     identities: bytes = b""
     """Of ``blocks`` and ``dram_blocks``, 16 bytes each, in the place of tokens: for one of several stores."""
     before: bytes = b""
@@ -145,12 +146,15 @@ class Exchange:
         """
         context, tokens = self._context, offered.tokens.copy()
         transfer_id, tier, dram_blocks = terms.answers or context.new_transfer_id(), offered.tier, offered.dram_blocks
-        loan, blocks = offered.state, list(offered.blocks)
-        context.retain(tier, blocks)
-        if loan is not None:
-            check(not dram_blocks, "the blocks of a state follow those in HBM")
-            blocks += loan.blocks
-        state_blocks = 0 if loan is None else len(loan.blocks)
+        loan, blocks, state_blocks = offered.state, list(offered.blocks), 0
+        if loan is not None and offered.identities:
+            loan = context.pool.share_loan(loan, blocks)
+        else:
+            context.retain(tier, blocks)
+            if loan is not None:
+                check(not dram_blocks, "the blocks of a state follow those in HBM")
+                state_blocks = len(loan.blocks)
+                blocks += loan.blocks
         offer = Offer(
             transfer_id=transfer_id,
             tenant=offered.tenant,
@@ -172,7 +176,7 @@ class Exchange:
             router=terms.router,
             layers=terms.layers,
             state_blocks=state_blocks if terms.request is None else context.pool.blocks_behind(len(tokens)),
-            part_blocks=context.pool.part_blocks if loan is not None else 0,
+            part_blocks=context.pool.part_blocks if state_blocks else 0,
             identities=offered.identities,
             before=offered.before,
             migrates=terms.migrates,
@@ -278,7 +282,7 @@ class Exchange:
         self, spread: SpreadPrefix, tenant: str, tokens: TokenArray, first_block: int, now_ns: int, deadline_ns: int
     ) -> str:
         """As :meth:`fetch_blocks`, of a prefix whose blocks from ``first_block`` to the end of ``tokens`` lie in
-        several stores, without a state behind it."""
+        several stores, as does what comes behind it."""
         return self._spread.start_fetch(spread, tenant, tokens.copy(), first_block, now_ns, max(now_ns, deadline_ns))
 
     def place_stripe(self, transfer_id: str, blocks: list[int], now_ns: int) -> list[Outcome]:

@@ -9,7 +9,8 @@
 Each of these fetches is a transfer of named blocks into blocks of its own, with checks, room and deadline like any
 other; nothing is in the index before all have ended. A part that ends short is asked of the stores with second copies,
 and one that is not answered in a third of the time as well: a store that has just died costs no hit. Where there is no
-second copy, the prefix is cut: what is wholly behind the cut is not waited for.
+second copy, the prefix is cut: what is wholly behind the cut is not waited for. What comes behind the KV, a state or a
+window, is asked for like blocks of it; then all has to come, since nothing can go on from less.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ class SpreadPrefix:
 
     stores: tuple[Peer, ...]
     places: bytes
-    """For each block, from the first that is wanted on, the index of its store in ``stores``."""
+    """For each block, from the first that is wanted on, the index of its store in ``stores``; then for each of what
+    comes behind the KV."""
     identities: bytes
     """Of these blocks, 16 bytes each."""
     spares: bytes = b""
     """As ``places``, where a second copy lies; ``NO_SPARE``: nowhere. Empty: there are none."""
+    behind: int = 0
+    """So many of the last are no KV: a state, or the parts of a window. 0: KV is all that is wanted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,10 +119,12 @@ class SpreadFetches:
     def start_fetch(
         self, spread: SpreadPrefix, tenant: str, tokens: TokenArray, first_block: int, now_ns: int, deadline_ns: int
     ) -> str:
-        """Ask each store for its blocks of ``tokens``, whole ones, from ``first_block`` on. One :class:`FetchEnded`
-        with the id that is returned follows, at the deadline at the latest, unless the fetch is given up."""
+        """Ask each store for its blocks of ``tokens``, whole ones, from ``first_block`` on, and of what comes behind
+        them. One :class:`FetchEnded` with the id that is returned follows, at the deadline at the latest, unless the
+        fetch is given up."""
         context, count = self._context, len(spread.places)
-        check(first_block + count == len(tokens) // context.pool.block_tokens, f"{count} blocks of other tokens")
+        end_block = first_block + count - spread.behind
+        check(end_block == len(tokens) // context.pool.block_tokens, f"{count} blocks of other tokens")
         check(len(spread.identities) == KEY_BYTES * count, "not an identity for each block")
         lease = context.pool.acquire_kv(tenant, tokens[: first_block * context.pool.block_tokens])
         fetch = _Spread(context.new_transfer_id(), spread, tenant, tokens, first_block, deadline_ns, lease, cut=count)
@@ -205,12 +211,12 @@ class SpreadFetches:
 
     def _cut_prefix(self, fetch: _Spread, index: int, reason: str) -> None:
         if index < fetch.cut:
-            fetch.cut, fetch.reason = index, reason
+            fetch.cut, fetch.reason = (0 if fetch.prefix.behind else index), reason
 
     def _give_up_behind(self, fetch: _Spread) -> None:
         """Parts that are wholly behind the cut are of no use."""
         for part in fetch.parts:
-            if part.is_open and part.indices[0] > fetch.cut:
+            if part.is_open and part.indices[0] >= fetch.cut:
                 self._close_part(part, "what is before it will not come")
 
     def _close_part(self, part: _Part, reason: str) -> None:
@@ -226,12 +232,17 @@ class SpreadFetches:
             # what was pinned at the start may since have been brought up; the pin keeps it from being given up
             before = context.pool.acquire_kv(fetch.tenant, fetch.tokens[: first * context.pool.block_tokens])
             if len(before.blocks) == first:
-                blocks = [*before.blocks, *(fetch.blocks[index] for index in range(cut))]
-                tokens = fetch.tokens[: (first + cut) * context.pool.block_tokens]
+                behind = fetch.prefix.behind
+                kv_count = cut - behind
+                blocks = [*before.blocks, *(fetch.blocks[index] for index in range(kv_count))]
+                tokens = fetch.tokens[: (first + kv_count) * context.pool.block_tokens]
                 # before the references are released: the index must hold the blocks
                 context.pool.insert(fetch.tenant, tokens, blocks, len(blocks))
-                context.counters.fetched_blocks += cut
-                ended = FetchEnded(fetch.transfer_id, True, len(tokens), fetch.reason, cut)
+                if behind:
+                    state = [fetch.blocks[index] for index in range(kv_count, cut)]
+                    context.pool.insert_state(fetch.tenant, tokens, state)
+                context.counters.fetched_blocks += kv_count
+                ended = FetchEnded(fetch.transfer_id, True, len(tokens), fetch.reason, kv_count, behind > 0)
             give_up_lease(context, before)
         self._release_fetch(fetch)
         return ended

@@ -105,7 +105,7 @@ class MemoryBudget:
     def _state_units(self) -> int:
         """Of a recurrent state that cannot be given up: handed over, lent or pinned."""
         geometry = self._registry.geometry
-        state_tokens = self._registry.state_blocks * (geometry.block_tokens if geometry is not None else 1)
+        state_tokens = self._registry.behind_kv.most_blocks * (geometry.block_tokens if geometry is not None else 1)
         return required_blocks(state_tokens, self._unit_tokens())
 
     def _unit_tokens(self) -> int:

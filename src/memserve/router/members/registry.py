@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from memserve.base.errors import InvariantError, UserError, check
+from memserve.base.states import KV_ALONE, BehindKv
 from memserve.base.types import KVGeometry, Role
 from memserve.kv.costs import CostModel, are_alike
 from memserve.protocol.peers import Load, Peer, PeerInfo, members_digest
@@ -201,8 +202,8 @@ class Registry:
         #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
-        #: of a recurrent state, as the same instance says
-        self.state_blocks = 0
+        #: what comes behind KV, as the same instance says
+        self.behind_kv = KV_ALONE
         self._costs: CostModel | None = None  # that a member with a model has told last
 
     def __len__(self) -> int:
@@ -267,7 +268,7 @@ class Registry:
         self._by_number[member.number] = member
         if member.shares_kv and not any(present_member.shares_kv for present_member in self):
             self.namespace, self.geometry = info.namespace, info.geometry
-            self.state_blocks = info.state_blocks
+            self.behind_kv = BehindKv(info.state_blocks, info.windows)
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
         if member.shares_kv and member.has_own_costs:

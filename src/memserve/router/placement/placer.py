@@ -132,8 +132,10 @@ class Placer:
         if not sides:
             return None
         identities = self.prompt_identities(req)
-        # what stands behind a prefix, a state or a window, lies with it in one store
-        matches = self._trees.match_prompt(identities, len(self._loads), spreads=not self._registry.state_blocks)
+        behind = self._registry.behind_kv
+        if behind.most_blocks:  # nothing is to be had behind the last token, which is always computed
+            identities = identities[: (prompt_tokens - 1) // self._block_tokens() * IDENTITY_BYTES]
+        matches = self._trees.match_prompt(identities, len(self._loads), behind=behind)
         prompt_tokens += emitted_tokens
         most = self._longest_holders(matches)
         ask = self._build_ask(req, prompt_tokens, most)
@@ -246,7 +248,7 @@ class Placer:
             self._best_holding(most),
             self._block_tokens(),
             1 if geometry is None or self._config.transfer.mode in _WHOLE_BLOCKS else geometry.num_layers,
-            self._registry.state_blocks,
+            self._registry.behind_kv.most_blocks,
         )
 
     def _longest_holders(self, matches: Matches) -> list[Most]:
@@ -341,7 +343,7 @@ class Placer:
     ) -> tuple[Holder, ...]:
         """Instances and stores that have more of the prompt than ``first``: most of it first, of equal ones HBM before
         DRAM before a store's DRAM before its disks."""
-        block_tokens, has_more = self._block_tokens(), self._registry.state_blocks
+        block_tokens, has_more = self._block_tokens(), self._registry.behind_kv.most_blocks
         # where more is needed than KV, one with as much may have the state or the window that ``first`` has given up
         least_tokens = matched_tokens + (0 if has_more else 1)
         holders = (
@@ -349,12 +351,14 @@ class Placer:
             for number, blocks, lower in most
             if blocks * block_tokens >= least_tokens and number != first.number
         )
-        if not self._trees.stores.is_joint or has_more:
+        if not self._trees.stores.is_joint:
             return tuple(holders)
-        return tuple(self._with_sources(holder, first, block_tokens, identities) for holder in holders)
+        located = (self._with_sources(holder, first, block_tokens, identities) for holder in holders)
+        return tuple(holder for holder in located if holder.prefix_tokens >= max(1, least_tokens))
 
     def _with_sources(self, holder: Holder, first: Member, block_tokens: int, identities: bytes) -> Holder:
-        """``holder``, if it stands for all stores: with the store of each block."""
+        """``holder``, if it stands for all stores: with the store of each block, as far as those that may be asked have
+        it; without what is to come behind its KV, it has nothing."""
         member = self._registry.get(holder.peer)
         if member is None or not member.is_store:
             return holder
@@ -364,8 +368,10 @@ class Placer:
             if store.is_store and store.state is not MemberState.REJOINING
         }
         prompt = identities[: holder.prefix_tokens // block_tokens * IDENTITY_BYTES]
-        peers, places, spares = self._trees.stores.choose_sources(prompt, stores)
-        tokens = len(places) * block_tokens
+        beside = self._trees.stores.names_behind(prompt, self._registry.behind_kv, block_tokens)
+        peers, places, spares = self._trees.stores.choose_sources(prompt + beside, stores)
+        is_whole = IDENTITY_BYTES * len(places) == len(prompt) + len(beside)
+        tokens = len(places) * block_tokens if not beside else holder.prefix_tokens if is_whole else 0
         disk_tokens = min(holder.disk_tokens, tokens)
         return Holder(holder.peer, tokens, holder.tier, disk_tokens, peers, places, spares)
 

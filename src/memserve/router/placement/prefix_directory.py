@@ -34,6 +34,7 @@ from typing import NamedTuple
 from memserve import _core
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
+from memserve.base.states import BehindKv
 from memserve.base.types import Role, Tier, TokenArray
 from memserve.base.units import NS_PER_MS, NS_PER_S, ceil_div
 from memserve.kv.events import KvEventKind
@@ -108,7 +109,7 @@ class Trees:
 
     def __init__(self, config: ClusterConfig, timers: Timers, counters: Counters, key: bytes) -> None:
         self.directory = _core.PrefixDirectory()
-        self.stores = StoreUnion(self.directory)
+        self.stores = StoreUnion(self.directory, key)
         self._timers = timers
         self._expiry_ns: int | None = None  # the first armed timer for what is expected
         self._config = config
@@ -257,12 +258,12 @@ class Trees:
             name = self._names[tenant, fingerprint] = namespace_id(tenant, fingerprint, self._key)
         return _core.block_identities(self._key, name, tokens, block_tokens)
 
-    def match_prompt(self, identities: bytes, numbers: int, *, spreads: bool = False) -> Matches:
-        """How much of a prompt each member has; ``numbers``: length of the arrays. ``spreads``: several stores are as
-        one, for which the first of them stands."""
+    def match_prompt(self, identities: bytes, numbers: int, *, behind: BehindKv | None = None) -> Matches:
+        """How much of a prompt each member has; ``numbers``: length of the arrays. ``behind``: several stores are as
+        one, for which the first of them stands, as far as they have that behind the KV. None: each on its own."""
         matches = Matches(*self.directory.match_columns(identities, numbers))
-        if spreads:
-            self.stores.join_columns(matches.columns, identities)
+        if behind is not None:
+            self.stores.join_columns(matches.columns, identities, behind)
         return matches
 
     def expect_blocks(self, number: int, identities: bytes, now_ns: int, *, by_events: bool = True) -> None:

@@ -3,18 +3,24 @@
 The directory knows each store on its own; a prefix that is spread over four ends in each of them at the first block
 that another has. So the stores are in a second directory as well, all as one holder, with a reference on a block for
 each store that has it, on that store's tier. Without a second store there is none, and matches are what they were.
+
+Where a sequence needs more than KV to go on, a state or a window, that lies here and there as well, block by block: a
+prefix counts as far as all of it is somewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.base.errors import check
-from memserve.kv.store_shares import KEY_BYTES, NO_SPARE, StoreShares
+from memserve.base.layer_kv import WindowPages
+from memserve.base.states import BehindKv
+from memserve.kv.identity import names_behind, state_identities
+from memserve.kv.store_shares import KEY_BYTES, NO_SPARE, StoreShares, split_keys
 from memserve.protocol.peers import Peer
 from memserve.router.members.loads import Ints
 
@@ -22,13 +28,17 @@ ALL_STORES = 0
 """The one holder of the second directory."""
 _FAR, _ON_DISK = 1, 2
 """How much a copy on another host, and one on a disk, is to be avoided."""
+_LOOKS = 64
+"""Blocks behind which a state is looked for at once."""
 
 
 class StoreUnion:
     """Follows what the directory knows of the stores."""
 
-    def __init__(self, directory: _core.PrefixDirectory) -> None:
+    def __init__(self, directory: _core.PrefixDirectory, key: bytes) -> None:
+        """``key``: of the cluster's identities, 16 bytes."""
         self._directory = directory
+        self._key = key
         self._union: _core.PrefixDirectory | None = None
         self._numbers: dict[int, None] = {}
         self._turn = 1
@@ -92,14 +102,55 @@ class StoreUnion:
 
     # -- prompts
 
-    def join_columns(self, columns: Ints, identities: bytes) -> None:
-        """In ``columns`` (``Matches.columns``) the first store stands for all: it has what they have together."""
+    def join_columns(self, columns: Ints, identities: bytes, behind: BehindKv) -> None:
+        """In ``columns`` (``Matches.columns``) the first store stands for all: it has what they have together, as far
+        as they have what comes ``behind`` it."""
         if self._union is None:
             return
         rows = list(self._numbers)
         columns[:, rows] = 0
         union_columns, _ = self._union.match_columns(identities, 1)
+        if behind.most_blocks and (blocks := int(union_columns[0, ALL_STORES])):
+            end = self._resumable_blocks(self._union, split_keys(identities[: blocks * KEY_BYTES]), behind)
+            union_columns, _ = self._union.match_columns(identities[: end * KEY_BYTES], 1)
         columns[:, min(rows)] = union_columns[:, ALL_STORES]
+
+    def _resumable_blocks(self, union: _core.PrefixDirectory, identities: list[bytes], behind: BehindKv) -> int:
+        """How many of these blocks, all of whose KV some store has, a sequence can go on from."""
+        if behind.windows is not None:
+            return self._windowed_blocks(union, identities, behind.windows)
+        for first in range((len(identities) - 1) // _LOOKS * _LOOKS, -1, -_LOOKS):
+            some = identities[first : first + _LOOKS]
+            # the first name first: behind most blocks no state was ever stored
+            heads = [state_identities(identity, 1, self._key)[0] for identity in some]
+            for index in np.flatnonzero(self._is_stored(union, heads))[::-1].tolist():
+                if self._is_stored(union, state_identities(some[index], behind.most_blocks, self._key)).all():
+                    return first + int(index) + 1
+        return 0
+
+    def _windowed_blocks(self, union: _core.PrefixDirectory, identities: list[bytes], windows: WindowPages) -> int:
+        """As :meth:`_resumable_blocks`: the parts of the last window are all there."""
+        count, part_blocks = len(identities), windows.part_blocks
+        firsts = windows.first_entries(np.arange(1, count + 1) * windows.block_tokens)
+        for first in (min(int(firsts[-1]), count - 1), 0):  # mostly all of it was stored: its last window is enough
+            names = names_behind(identities[first:], (count - first) * part_blocks, part_blocks, self._key)
+            is_whole = self._is_stored(union, names).reshape(-1, part_blocks).all(axis=1)
+            entries = np.arange(first, count)
+            last_gaps = np.maximum.accumulate(np.where(is_whole, first - 1, entries))
+            resumable = entries[firsts[first:] > last_gaps]
+            if len(resumable):
+                return int(resumable[-1]) + 1
+        return 0
+
+    @staticmethod
+    def _is_stored(union: _core.PrefixDirectory, names: Sequence[bytes]) -> NDArray[np.bool_]:
+        located: NDArray[np.bool_] = np.frombuffer(union.locate(b"".join(names), [ALL_STORES]), np.uint8) != 0
+        return located
+
+    def names_behind(self, identities: bytes, behind: BehindKv, block_tokens: int) -> bytes:
+        """Of what comes ``behind`` the KV of a prefix whose blocks have these ``identities``."""
+        blocks = behind.count_blocks(len(identities) // KEY_BYTES * block_tokens)
+        return b"".join(names_behind(split_keys(identities), blocks, behind.part_blocks, self._key)) if blocks else b""
 
     def choose_sources(
         self, identities: bytes, stores: Mapping[int, tuple[Peer, bool]]

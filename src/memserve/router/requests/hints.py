@@ -85,7 +85,7 @@ class HintRelay:
         identities = self._trees.prompt_identities(
             event.isolation, self._registry.namespace, tokens, geometry.block_tokens
         )
-        matches = self._trees.match_prompt(identities, len(self._loads), spreads=not self._registry.state_blocks)
+        matches = self._trees.match_prompt(identities, len(self._loads), behind=self._registry.behind_kv)
         blocks = self._loads.of_instances(matches.blocks) if matches.holders else None
         if not matches.holders:
             self.results.put_result(event.hint_id, NOTHING_CACHED)

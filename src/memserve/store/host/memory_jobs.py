@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from memserve import _core
 from memserve.base.units import GIB, MIB
+from memserve.kv.store_shares import split_keys
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer
 from memserve.protocol.store import StoreHello
@@ -37,7 +38,6 @@ from memserve.store.machine.events import (
     ValuesSent,
     ValuesTaken,
 )
-from memserve.store.machine.values import split_keys
 
 log = logging.getLogger(__name__)
 

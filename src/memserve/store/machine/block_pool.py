@@ -11,9 +11,9 @@ from memserve.base.errors import InvariantError
 from memserve.base.states import StatePages
 from memserve.base.types import Tier, TokenArray
 from memserve.kv.block_access import BlockAccessLog
-from memserve.kv.identity import NAMES_MAX, namespace_id, part_identities, state_identities
+from memserve.kv.identity import NAMES_MAX, names_behind, namespace_id
 from memserve.kv.state_snapshot import Lease
-from memserve.protocol.store import KEY_BYTES
+from memserve.kv.store_shares import split_keys
 
 if TYPE_CHECKING:
     from memserve._core import MemoryTier
@@ -65,8 +65,7 @@ class StorePool:
             if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
                 self._names.clear()
             name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
-        packed = _core.block_identities(self._key, name, tokens, self.block_tokens)
-        return [packed[offset : offset + KEY_BYTES] for offset in range(0, len(packed), KEY_BYTES)]
+        return split_keys(_core.block_identities(self._key, name, tokens, self.block_tokens))
 
     def identity(self, tenant: str, tokens: TokenArray) -> bytes:
         """Identity of the last whole block of ``tokens``; b"" when there is none."""
@@ -138,10 +137,7 @@ class StorePool:
     def names_behind(self, identities: Sequence[bytes], blocks: int, part_blocks: int) -> list[bytes]:
         """What comes behind the KV of blocks of these ``identities``: a snapshot in ``blocks``, or the parts of a
         window, of ``part_blocks`` each, in as many blocks at most."""
-        if not part_blocks:
-            return state_identities(identities[-1], blocks, self._key)
-        own = identities[max(0, len(identities) - blocks // part_blocks) :]
-        return [name for identity in own for name in part_identities(identity, part_blocks, self._key)]
+        return names_behind(identities, blocks, part_blocks, self._key)
 
     def lend_state(self, tenant: str, tokens: TokenArray, blocks: int, part_blocks: int = 0) -> Lease | None:
         """As far as it is in memory, all of it."""
@@ -159,6 +155,10 @@ class StorePool:
             for extent in extents:
                 self._tier.release(extent)
         return None
+
+    def share_loan(self, loan: Lease, blocks: Sequence[int]) -> Lease:
+        """Raises :class:`InvariantError`: nothing is pinned here."""
+        raise InvariantError("a store lends by identity")
 
     def insert_state(self, tenant: str, tokens: TokenArray, blocks: Sequence[int]) -> bool:
         """Raises :class:`InvariantError`: as :meth:`insert`."""

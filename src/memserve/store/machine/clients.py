@@ -16,6 +16,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from memserve import _core
+from memserve.kv.store_shares import split_keys
 from memserve.protocol.messages import Expelled, Leave, Refused
 from memserve.protocol.peers import Peer
 from memserve.protocol.store import (
@@ -53,7 +54,7 @@ from memserve.store.machine.events import (
     ValuesTaken,
 )
 from memserve.store.machine.loads import Loads
-from memserve.store.machine.values import Values, split_keys
+from memserve.store.machine.values import Values
 
 if TYPE_CHECKING:
     from memserve._core import Place

@@ -17,6 +17,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from memserve.base.types import Tier
+from memserve.kv.store_shares import split_keys
 from memserve.kv.transfer.context import Deadlines, is_gone
 from memserve.kv.transfer.events import Delivered, HandoffOffered, Outcome, PagesPulled, PagesSealed, Released
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
@@ -27,7 +28,7 @@ from memserve.protocol.store import KEY_BYTES
 from memserve.store.machine.block_pool import StorePool
 from memserve.store.machine.events import ExtentsSealed, Jobs, SealExtents, StoreConfig
 from memserve.store.machine.loads import Loads
-from memserve.store.machine.values import Values, split_keys
+from memserve.store.machine.values import Values
 
 
 @dataclass(slots=True, eq=False)

@@ -30,13 +30,13 @@ import numpy as np
 from memserve.base.errors import check
 from memserve.base.types import Role, Tier
 from memserve.base.units import NS_PER_S
-from memserve.kv.store_shares import StoreShares
+from memserve.kv.store_shares import StoreShares, split_keys
 from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.store import BlocksHeld, QueryBlocks
 from memserve.store.machine.events import Jobs, StoreConfig
 from memserve.store.machine.loads import Loads
-from memserve.store.machine.values import Values, split_keys
+from memserve.store.machine.values import Values
 
 LACKS, HAS, EXPECTS = 0, 1, 2
 """What ``BlocksHeld`` says of a block."""
@@ -125,10 +125,8 @@ class ShareMoves:
         """Look at all blocks anew where the stores with KV of this model are others than before."""
         infos = [info for info in self._members.values() if own.namespace and info.namespace == own.namespace]
         peers = {info.peer.name: info.peer for info in infos if info.role is Role.STORE}
-        # what stands behind KV lies with it in one store, which instances choose
-        moves = bool(peers) and not any(info.state_blocks for info in infos)
         names = peers if self._is_leaving else (own.peer.name, *peers)
-        shares = StoreShares(names, self._copies) if moves else None
+        shares = StoreShares(names, self._copies) if peers else None
         joined = {name: peer for name, peer in peers.items() if self._peers.get(name) != peer}
         has_changed = shares != self._shares or bool(joined)
         self._own_name, self._peers, self._shares = own.peer.name, peers, shares
@@ -147,7 +145,12 @@ class ShareMoves:
     @property
     def is_giving_away(self) -> bool:
         """Whether the store is leaving, and has not given everything away yet."""
-        return self._is_leaving and self._shares is not None and bool(self._unseen or self._is_busy)
+        return self._is_leaving and self.is_at_work
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether blocks are still looked at, or given to others."""
+        return self._shares is not None and bool(self._unseen or self._is_busy)
 
     def _drop_plans(self) -> None:
         """What is under way was planned for other members; an open offer ends by itself."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.kv.events import KvEvent, KvEventKind
+from memserve.kv.store_shares import split_keys
 from memserve.protocol.store import KEY_BYTES
 from memserve.store.disks.disks import Disks
 from memserve.store.disks.events import Dropped, Written
@@ -392,8 +393,3 @@ class Values:
 
 def _ignore(key: bytes) -> None:
     """Nothing is being read back."""
-
-
-def split_keys(keys: bytes) -> list[bytes]:
-    """The keys of 16 bytes that stand one behind the other."""
-    return [keys[offset : offset + KEY_BYTES] for offset in range(0, len(keys), KEY_BYTES)]
