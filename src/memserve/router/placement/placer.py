@@ -368,10 +368,10 @@ class Placer:
             if store.is_store and store.state is not MemberState.REJOINING
         }
         prompt = identities[: holder.prefix_tokens // block_tokens * IDENTITY_BYTES]
-        beside = self._trees.stores.names_behind(prompt, self._registry.behind_kv, block_tokens)
-        peers, places, spares = self._trees.stores.choose_sources(prompt + beside, stores)
-        is_whole = IDENTITY_BYTES * len(places) == len(prompt) + len(beside)
-        tokens = len(places) * block_tokens if not beside else holder.prefix_tokens if is_whole else 0
+        behind = self._trees.stores.names_behind(prompt, self._registry.behind_kv, block_tokens)
+        peers, places, spares = self._trees.stores.choose_sources(prompt + behind, stores)
+        is_whole = IDENTITY_BYTES * len(places) == len(prompt) + len(behind)
+        tokens = len(places) * block_tokens if not behind else holder.prefix_tokens if is_whole else 0
         disk_tokens = min(holder.disk_tokens, tokens)
         return Holder(holder.peer, tokens, holder.tier, disk_tokens, peers, places, spares)
 
