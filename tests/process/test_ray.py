@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from asking_clients import QUESTIONS, Load, truth_of
+from lora_files import merged, save_adapter
 from memserve.cli.cluster.ray import _DROPPED, without_flags
 from on_ray import CLIENTS, COUNT, PAUSE_S, WAIT_S, OnRay
-from served_cluster import eventually
+from served_cluster import Server, eventually
 from served_store import ServedStore
-from tiny_models import save_folder, tiny_module
+from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 pytest.importorskip("ray", reason="Ray (extra: ray) is not installed")
 pytestmark = pytest.mark.timeout(900)  # three raylets and four instances share the machine with other tests
@@ -166,6 +167,39 @@ def test_a_store_that_runs_already_outlives_clusters(
         assert f"the store at {store.address} has another secret" in capfd.readouterr().err
     finally:
         assert store.close() == 0
+
+
+def test_routers_adapters_and_engines_go_with_ray(served: OnRay, model: Path, truth: list[str], tmp_path: Path) -> None:
+    """Two routers at one port, beside a server of another model; an adapter that one loads is served by both."""
+    module, place = tiny_module("llama"), tmp_path / "adapters"
+    adapted = merged(module, save_adapter(place / "one", module, ["q_proj", "v_proj"], 1))
+    tokens = prompt(20, seed=3)
+    expected = [f"w{token}" for token in greedy_tokens(adapted, tokens, 6) if token not in (0, 2)]
+    other = Server(save_folder(tiny_module("qwen3"), tmp_path / "other"))
+    flags = ("--routers", "2", "--lora-folder", str(place), "--engine", f"openai={other.url.removesuffix('/v1')}")
+    placed = OnRay(model, "--colocated", "2", *flags, prefill=0, decode=0, ray=served.ray)
+    try:
+        assert placed.routers() == 2
+
+        def post(path: str, **body: object) -> httpx.Response:
+            """Over a connection of its own: any router may get it."""
+            return httpx.post(f"{placed.url}/v1/{path}", json=body, timeout=WAIT_S)
+
+        assert post("load_lora_adapter", lora_name="a", lora_path="one").status_code == 200
+        for seed in range(12):
+            answer = post(
+                "completions", model="a", prompt=tokens.tolist(), max_tokens=6, temperature=0, ignore_eos=True
+            )
+            assert answer.json()["choices"][0]["text"].split() == expected
+            assert placed.ask(seed % QUESTIONS) == truth[seed % QUESTIONS]
+            assert post("completions", model="other", prompt="w3 w4", max_tokens=2).json()["model"] == "other"
+        assert post("unload_lora_adapter", lora_name="a").status_code == 200
+        assert {post("completions", model="a", prompt="w3", max_tokens=1).status_code for _ in range(12)} == {404}
+        assert placed.end() == 0
+    finally:
+        placed.process.kill()
+        other.process.kill()
+        other.process.wait(WAIT_S)
 
 
 def test_crash_looping_ray_instance_is_not_restarted_forever(

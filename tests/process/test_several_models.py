@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from lora_files import save_adapter
 from router_kills import Killed
 from served_cluster import Server, eventually, is_alive
 from served_store import ServedStore
@@ -26,13 +27,14 @@ COUNT = 12
 class Models:
     """``one``, a Llama in one instance, and ``two``, a Qwen3 with other heads behind prefill and decode."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, lora_folder: Path | None = None) -> None:
         self.modules = {"one": tiny_module("llama", 1), "two": tiny_module("qwen3", 2)}
         paths = {name: save_folder(module, folder / name) for name, module in self.modules.items()}
+        more = "" if lora_folder is None else f",lora-folder={lora_folder}"
         self.killed = Killed(
             f"one={paths['one']},colocated=1",
             folder / "state",
-            "--model", f"two={paths['two']},prefill=1,decode=1,block-tokens=16", *flags,
+            "--model", f"two={paths['two']},prefill=1,decode=1,block-tokens=16{more}", *flags,
         )  # fmt: skip
         self.state = folder / "state"
 
@@ -225,7 +227,8 @@ def make_folder(path: Path) -> Path:
 
 
 def test_two_routers_answer_for_both_models(tmp_path: Path) -> None:
-    models = Models(tmp_path, "--routers", "2")
+    save_adapter(tmp_path / "adapters" / "one", tiny_module("qwen3", 2), ["q_proj"], 1)
+    models = Models(tmp_path, "--routers", "2", lora_folder=tmp_path / "adapters")
     try:
         follower = models.pid("router-2")
         eventually(lambda: "router-2" in models.server.children())
@@ -250,5 +253,14 @@ def test_two_routers_answer_for_both_models(tmp_path: Path) -> None:
                 httpx.post(f"{models.server.url}/completions", json=body | {"model": "one"}, timeout=60).status_code
                 == 404
             )
+        for number in range(6):  # so is an adapter, which all routers serve then
+            loaded = {"lora_name": f"a{number}", "lora_path": "one", "model": "two"}
+            assert httpx.post(f"{models.server.url}/load_lora_adapter", json=loaded, timeout=60).status_code == 200
+            body = {"model": f"a{number}", "prompt": "w9", "max_tokens": 4}
+            answers = [httpx.post(f"{models.server.url}/completions", json=body, timeout=60) for _ in range(4)]
+            assert [answer.json().get("model") for answer in answers] == [f"a{number}"] * 4
+        wrong = {"lora_name": "b", "lora_path": "one", "model": "one"}
+        refused = httpx.post(f"{models.server.url}/load_lora_adapter", json=wrong, timeout=60)
+        assert refused.status_code == 404 and "--lora-folder" in refused.text
     finally:
         models.killed.end()

@@ -109,12 +109,17 @@ class OnRay:
         (shown,) = re.findall(rb"(?:^|\0)CUDA_VISIBLE_DEVICES=([^\0]*)", (place / "environ").read_bytes())
         return str(shown, "ascii").split(",")
 
+    def routers(self) -> int:
+        """How many processes answer clients."""
+        port = self.url.rpartition(":")[2]
+        at_port = [_words_of(process) for process in Path("/proc").glob("[0-9]*")]
+        return (
+            sum("--port" in words and words[words.index("--port") + 1] == port for words in at_port) - 1
+        )  # the driver
+
     def _runs(self, process: Path, name: str) -> bool:
         """Whether it is the instance, and not one of its workers or of another cluster."""
-        try:
-            words = (process / "cmdline").read_bytes().decode().split("\0")
-        except OSError:
-            return False
+        words = _words_of(process)
         return "--join" in words and self._model in words and any(word.startswith(f"{name}-") for word in words)
 
     def counter(self, name: str) -> float:
@@ -126,3 +131,11 @@ class OnRay:
         answer = httpx.post(f"{self.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
+
+
+def _words_of(process: Path) -> list[str]:
+    """Of its command line; of one that has ended, none."""
+    try:
+        return (process / "cmdline").read_bytes().decode().split("\0")
+    except OSError:
+        return []

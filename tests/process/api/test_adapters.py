@@ -74,7 +74,7 @@ def test_a_name_of_the_model_is_no_name_for_an_adapter(adapter: Path, capsys: py
 
 def test_folder_is_refused_where_adapters_are_fixed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--lora-folder", "/adapters", "--engine", "vllm=http://localhost:1"]) == 1
-    assert "do not come and go yet" in capsys.readouterr().err
+    assert "do not come and go here" in capsys.readouterr().err
 
 
 def test_adapters_are_applied_at_prefill_and_decode(tmp_path: Path) -> None:

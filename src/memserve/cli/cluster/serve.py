@@ -98,7 +98,7 @@ def serve(
     cluster.admission.refuse_idle()
     opt.set_up_logging(server.log_level)
     is_fleet = fleet.relays.are_given and not (model or fleet.member_specs)
-    _check_shape(engine, routers, placement, standalone=in_process, engines=is_fleet)
+    _check_shape(engine, routers, standalone=in_process, engines=is_fleet)
     beside = opt.EnginesBeside(fleet.relays, cluster) if fleet.relays.are_given else None
     http = opt.HttpOptions(server, *keys.read_keys(), keys.read_tls(), edge, api, beside)
     shape_options = (prefill, decode, colocated, cluster_port, placement.used_option)
@@ -141,32 +141,13 @@ def _local_options(
     return local, cluster if local.caching else dataclasses.replace(cluster, caching=Caching.OFF)
 
 
-def _check_shape(
-    engine: EngineOptions, routers: int, placement: PlacementOptions, *, standalone: bool, engines: bool
-) -> None:
-    """Raise :class:`UserError` for what one router alone can do."""
-    _check_lora_folder(engine, placement, engines=engines)
-    if routers == 1:
-        return
-    if standalone:
+def _check_shape(engine: EngineOptions, routers: int, *, standalone: bool, engines: bool) -> None:
+    """Raise :class:`UserError` for what neither an engine alone has, nor engines of others (``engines``)."""
+    if engine.lora_updates.lora_folder and engines:
+        message = "adapters of --engine do not come and go here"
+        raise UserError(message, hint="load them there", param="lora_folder")
+    if routers > 1 and standalone:
         raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
-    if placement.remote_place is not None:
-        raise UserError(
-            "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
-        )
-
-
-def _check_lora_folder(engine: EngineOptions, placement: PlacementOptions, *, engines: bool) -> None:
-    """Raise :class:`UserError` where adapters do not come and go yet."""
-    if not engine.lora_updates.lora_folder:
-        return
-    hurdles = (
-        (engines, "of --engine", "load them there"),
-        (placement.remote_place is not None, "on Ray", "use --lora"),
-    )
-    for applies, place, hint in hurdles:
-        if applies:
-            raise UserError(f"adapters {place} do not come and go yet", hint=hint, param="lora_folder")
 
 
 def _standalone_options(options: EngineOptions, admission: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -198,8 +179,6 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         reads(ServeArguments(engine_options, http, cluster))
         return
     if cluster is not None and cluster.placement.remote_place is not None:
-        if http.beside is not None:
-            raise UserError("on Ray, --model has no engines beside it", hint="leave out --engine, or --on", param="on")
         from memserve.cli.cluster.ray import run_on_ray
 
         run_on_ray(engine_options, http, cluster)

@@ -85,9 +85,6 @@ def _check_options(models: Sequence[NamedModel], http: opt.HttpOptions, options:
     if options.placement.remote_place is not None or READS.get() is not None:
         raise UserError("Ray places instances of one model", hint="--model PATH, without a name", param="on")
     changes = http.server.admin_key_file is not None or any(model.sleep_after_s is not None for model in models)
-    if options.routers > 1 and any(model.engine.lora_updates.lora_folder for model in models):
-        hint = "leave out --routers, or lora-folder"
-        raise UserError("with several routers, adapters do not come and go yet", hint=hint, param="routers")
     if options.routers > 1 and changes:
         hint = "leave out --routers, or --admin-key-file and sleep-after"
         raise UserError("with several routers, models neither come and go nor sleep", hint=hint, param="routers")
