@@ -176,8 +176,9 @@ def test_routers_adapters_and_engines_go_with_ray(served: OnRay, model: Path, tr
     tokens = prompt(20, seed=3)
     expected = [f"w{token}" for token in greedy_tokens(adapted, tokens, 6) if token not in (0, 2)]
     other = Server(save_folder(tiny_module("qwen3"), tmp_path / "other"))
-    flags = ("--routers", "2", "--lora-folder", str(place), "--engine", f"openai={other.url.removesuffix('/v1')}")
-    placed = OnRay(model, "--colocated", "2", *flags, prefill=0, decode=0, ray=served.ray)
+    flags = ["--ray-cluster", "routers", "--colocated", "2", "--routers", "2", "--lora-folder", str(place)]
+    flags += ["--engine", f"openai={other.url.removesuffix('/v1')}"]
+    placed = OnRay(model, *flags, prefill=0, decode=0, ray=served.ray)
     try:
         assert placed.routers() == 2
 

@@ -94,7 +94,9 @@ class MachineLoop(Generic[EventT]):
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to handle events; what was posted before is not lost."""
+        """Begin to handle events; what was posted before is not lost. A machine that has been started has deadlines
+        already, though nothing may ever be posted: whom it has asked may be gone."""
+        self._deadline_ns = self._machine.next_deadline_ns
         self._thread.start()
 
     def post_event(self, event: EventT) -> None:
@@ -218,8 +220,9 @@ class SharedLoop(MachineLoop[EventT]):
 
     def start(self) -> None:
         """Begin to handle events; what was posted before is handled first."""
+        self._deadline_ns = self._machine.next_deadline_ns  # before any thread may have the turn
         self._is_open = True
-        super().start()
+        self._thread.start()
 
     def tick_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """From now on deadlines are looked at in ``loop``, which reads what others say; None: in a thread. While

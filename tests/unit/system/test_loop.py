@@ -11,7 +11,7 @@ import pytest
 
 from memserve.base.types import ClockTicked
 from memserve.base.units import NS_PER_S
-from memserve.system.loop import EVENTS_A_TURN, EngineStopped, SharedLoop
+from memserve.system.loop import EVENTS_A_TURN, EngineStopped, MachineLoop, SharedLoop
 
 WAIT_S = 30.0
 
@@ -107,6 +107,16 @@ def test_deadline_of_a_posted_event_is_kept(machine: Recorder) -> None:
         assert machine.ticked.wait(WAIT_S)
     assert loop.close(WAIT_S)
     assert all(name == "own" for name, event in machine.seen if isinstance(event, ClockTicked))
+
+
+@pytest.mark.parametrize("kind", [MachineLoop, SharedLoop])
+def test_deadline_of_before_the_start_needs_no_event(machine: Recorder, kind: type[MachineLoop[Any]]) -> None:
+    """A store that asks to join while its router is being started anew hears nothing: it has to ask again."""
+    machine.next_deadline_ns = time.monotonic_ns()
+    loop = kind(machine, lambda event, actions, spent_ns: None, on_broken=lambda: None, name="own")
+    loop.start()
+    assert machine.ticked.wait(WAIT_S)
+    assert loop.close(WAIT_S)
 
 
 def test_a_long_queue_is_left_to_the_loops_own_thread(machine: Recorder) -> None:
