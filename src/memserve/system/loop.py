@@ -95,7 +95,7 @@ class MachineLoop(Generic[EventT]):
 
     def start(self) -> None:
         """Begin to handle events; what was posted before is not lost. A machine that has been started has deadlines
-        already, though nothing may ever be posted: whom it has asked may be gone."""
+        already, though nothing may ever be posted: the answer to what it has sent may be lost."""
         self._deadline_ns = self._machine.next_deadline_ns
         self._thread.start()
 
