@@ -299,9 +299,10 @@ def ask_each(balanced: Balanced) -> tuple[list[str], list[str]]:
 
 
 def test_routers_share_store_and_killed_one_leaves_no_references(
-    another: Callable[..., Balanced], tmp_path: Path
+    another: Callable[..., Balanced], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The instance has memory for one of the prompts: what comes again is in the store's memory alone."""
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "cache"))  # no costs of busy times
     flags = "--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none"
     kept = another("--colocated", "1", "--block-tokens", "8", "--kv-memory", str(60 * 3072), *flags)
     eventually(lambda: listening_sockets(kept.url) == 2)
