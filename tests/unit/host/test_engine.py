@@ -218,6 +218,8 @@ def test_machine_failure_ends_every_request(device, caplog):
     """A bug in the machine must not look like a hang to a client."""
 
     class Broken:
+        next_deadline_ns = None
+
         def handle(self, event, now):
             raise ZeroDivisionError
 
