@@ -56,6 +56,7 @@ def test_second_signal_leaves_no_time() -> None:
 
 def test_a_supervised_member_leaves_the_terminal_to_its_parent() -> None:
     calls: list[str] = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     place(is_supervised=True).follow_signals(lambda _, name: calls.append(name))
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
