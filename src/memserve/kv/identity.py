@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from memserve import _core
+from memserve.base.states import BehindKv
 from memserve.base.types import TokenArray
-from memserve.kv.store_shares import split_keys
+from memserve.kv.store_shares import KEY_BYTES, split_keys
 
 DEFAULT_KEY = b"memserve-kv-0001"
 """16 bytes, public: for pools that share their identities with no other cluster member (one engine alone, the
@@ -77,6 +78,16 @@ def names_behind(identities: Sequence[bytes], blocks: int, part_blocks: int, key
         return state_identities(identities[-1], blocks, key) if identities else []
     own = identities[max(0, len(identities) - blocks // part_blocks) :]
     return [name for identity in own for name in part_identities(identity, part_blocks, key)]
+
+
+def pack_behind(identities: bytes, behind: BehindKv, block_tokens: int, key: bytes = DEFAULT_KEY) -> bytes:
+    """Of all that comes ``behind`` the KV of a prefix whose blocks have these ``identities``, 16 bytes each."""
+    blocks = behind.count_blocks(len(identities) // KEY_BYTES * block_tokens)
+    if not blocks:
+        return b""
+    last_blocks = blocks // behind.part_blocks if behind.part_blocks else 1
+    last_keys = split_keys(identities[-last_blocks * KEY_BYTES :])
+    return b"".join(names_behind(last_keys, blocks, behind.part_blocks, key))
 
 
 def block_identities(

@@ -22,11 +22,10 @@ from memserve.base.states import behind_kv
 from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
 from memserve.kv.block_access import BlockAccessLog, CopyLog
 from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
-from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, names_behind, namespace_id
+from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, names_behind, namespace_id, pack_behind
 from memserve.kv.retention import RetainedPrefixes
 from memserve.kv.snapshots import SnapshotCache, SnapshotReport
 from memserve.kv.state_snapshot import Lease, StateSnapshot
-from memserve.kv.store_shares import split_keys
 from memserve.kv.windows import WindowCache, WindowPart, WindowReport
 
 _EVICTION_STEP = 8  # blocks given up at once where a part of a window may go with any of them
@@ -81,8 +80,7 @@ class BlockPool:
 
     def names_behind(self, identities: bytes) -> bytes:
         """Under which stores have what comes behind the KV of a prefix whose blocks have these ``identities``."""
-        blocks = self.behind_kv.count_blocks(len(identities) // 16 * self.block_tokens)
-        return b"".join(names_behind(split_keys(identities), blocks, self.part_blocks, self._key)) if blocks else b""
+        return pack_behind(identities, self.behind_kv, self.block_tokens, self._key)
 
     # -- prefix cache
 

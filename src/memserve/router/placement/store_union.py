@@ -19,7 +19,7 @@ from memserve import _core
 from memserve.base.errors import check
 from memserve.base.layer_kv import WindowPages
 from memserve.base.states import BehindKv
-from memserve.kv.identity import names_behind, state_identities
+from memserve.kv.identity import names_behind, pack_behind, state_identities
 from memserve.kv.store_shares import KEY_BYTES, NO_SPARE, StoreShares, split_keys
 from memserve.protocol.peers import Peer
 from memserve.router.members.loads import Ints
@@ -149,8 +149,7 @@ class StoreUnion:
 
     def names_behind(self, identities: bytes, behind: BehindKv, block_tokens: int) -> bytes:
         """Of what comes ``behind`` the KV of a prefix whose blocks have these ``identities``."""
-        blocks = behind.count_blocks(len(identities) // KEY_BYTES * block_tokens)
-        return b"".join(names_behind(split_keys(identities), blocks, behind.part_blocks, self._key)) if blocks else b""
+        return pack_behind(identities, behind, block_tokens, self._key)
 
     def choose_sources(
         self, identities: bytes, stores: Mapping[int, tuple[Peer, bool]]
