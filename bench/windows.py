@@ -1,4 +1,5 @@
-"""KV of windows apart: bytes of a sequence by configuration, and steps and memory of a real model beside KV together.
+"""Bytes of a sequence by configuration, of windows, states and latents; and KV of windows of a real model, apart beside
+together.
 
     python bench/windows.py [--model FOLDER] [--tokens 8192] [--rounds 3] [--vllm PYTHON]
 
@@ -8,7 +9,12 @@ layer that reads everything for each token, every other layer for its window or,
 vLLM's own functions (`get_kv_cache_groups`, `max_memory_usage_bytes`) say that such a request takes at most, with as
 many tokens in a step.
 
-The second is of ``--model``, measured in one process each, in turns: the blocks that are held while it decodes behind
+The second is of published configurations with a recurrent state or latents: bytes, and sequences that fit into 40 GiB,
+alone and with what the next request can go on from (one snapshot; vLLM's ``mamba_cache_mode`` ``align``, the one that
+its prefix caching has). vLLM's pages are all as large as a layer's state, in steps of 16 tokens, as its platforms align
+them.
+
+The third is of ``--model``, measured in one process each, in turns: the blocks that are held while it decodes behind
 a prompt of so many tokens, without a cache, and the time of a token and of the prompt (medians).
 """
 
@@ -28,7 +34,8 @@ from harness.tables import show
 
 from memserve import LLM
 from memserve.base.layer_kv import LayerKv, LayerLayout, WindowPages, keep_every_layer, lay_out
-from memserve.base.types import SamplingParams
+from memserve.base.states import NO_STATE, StateGeometry, StatePart, divide_memory
+from memserve.base.types import KVGeometry, SamplingParams
 from memserve.base.units import GIB, ceil_div
 
 STEP_TOKENS = 512
@@ -79,18 +86,70 @@ CONFIGURATIONS = (
     Configuration("OLMo 3 32B", 64, 8, 128, 4096, 4),
 )
 
+
+@dataclass(frozen=True)
+class FixedConfiguration:
+    """A published model whose layers that attend all keep the same."""
+
+    name: str
+    geometry: KVGeometry
+    states: StateGeometry = NO_STATE
+    state_layers: int = 0
+
+
+def _delta_net(layers: int) -> StateGeometry:
+    """Of each layer: a convolution over 8,192 channels, kernel 4, of which transformers keeps all four columns and vLLM
+    three, and 32 heads of 128 x 128."""
+    parts = [
+        (
+            StatePart(layer, "conv", 0, (8192, 4), "bfloat16"),
+            StatePart(layer, "recurrent", 1, (32, 128, 128), "float32"),
+        )
+        for layer in range(layers)
+    ]
+    return StateGeometry(tuple(part for of_layer in parts for part in of_layer))
+
+
+FIXED_CONFIGURATIONS = (
+    FixedConfiguration("Qwen3-Next 80B-A3B", KVGeometry(12, 2, 256, 256, "bfloat16", 32), _delta_net(36), 36),
+    FixedConfiguration("DeepSeek V3", KVGeometry(61, 1, 576, 512, "bfloat16", 32, latent=True)),
+)
+
 VLLM = """
 import json, sys, types, torch
 from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils as utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-rows = []
-for shape in json.loads(sys.stdin.read()):
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+asked, rows = json.loads(sys.stdin.read()), []
+
+def configure(shape):
     config = VllmConfig()
     config.scheduler_config.max_num_batched_tokens = shape["step"]
     config.cache_config.kv_cache_layout = "NHD"
     config.model_config = types.SimpleNamespace(max_model_len=shape["tokens"])
-    specs = {}
+    return config
+
+for shape in asked["fixed"]:
+    config = configure(shape)
+    mode = config.cache_config.mamba_cache_mode = shape["mode"]
+    kind = MLAAttentionSpec if shape["latent"] else FullAttentionSpec
+    common = dict(num_kv_heads=shape["heads"], head_size=shape["dim"], dtype=torch.bfloat16)
+    state = dict(shapes=tuple(tuple(size) for size in shape["state"]), dtypes=(torch.bfloat16, torch.float32))
+    block = 16
+    if shape["state_layers"]:
+        step = kind(block_size=16, **common).page_size_bytes
+        block = 16 * -(-MambaSpec(block_size=-1, **state).page_size_bytes // step)
+    page = kind(block_size=block, **common).page_size_bytes
+    specs = {f"layers.{layer}": kind(block_size=block, **common) for layer in range(shape["layers"])}
+    for layer in range(shape["state_layers"]):
+        specs[f"states.{layer}"] = MambaSpec(
+            block_size=block if mode == "align" else shape["tokens"], page_size_padded=page, mamba_cache_mode=mode,
+            **state)
+    groups = utils.get_kv_cache_groups(config, specs)
+    rows.append(utils._max_memory_usage_bytes_from_groups(config, groups))
+for shape in asked["configurations"]:
+    config, specs = configure(shape), {}
     for layer, (heads, dim, window, chunk, keeps) in enumerate(shape["layers"]):
         common = dict(block_size=16, num_kv_heads=heads, head_size=dim, dtype=torch.bfloat16)
         kind, reach = FullAttentionSpec, {}
@@ -126,8 +185,36 @@ def sequence_bytes(shape: Configuration, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ask_vllm(python: str, rows: list[dict[str, Any]]) -> None:
+def fixed_bytes(shape: FixedConfiguration, tokens: int, *, is_kept: bool) -> dict[str, Any]:
+    """Of one sequence of ``shape`` that decodes behind so many tokens. ``is_kept``: and of a snapshot behind its
+    prompt."""
+    block_bytes, entries = shape.geometry.block_bytes, ceil_div(tokens, shape.geometry.block_tokens)
+    formula = entries * block_bytes + shape.states.nbytes * (1 + is_kept)
+    blocks, fits = entries, 40 * GIB // (entries * block_bytes)
+    held = entries * block_bytes
+    if shape.states:
+        by_slots = [
+            divide_memory(shape.geometry, shape.states, 40 * GIB, slots, is_asked=True) for slots in range(1, 512)
+        ]
+        blocks += by_slots[0].pages.pages_each * is_kept
+        fits = max(min(divided.slots, divided.blocks // blocks) for divided in by_slots)
+        held = blocks * block_bytes + shape.states.nbytes
+    return {
+        "model": shape.name, "tokens": tokens, "kept": "kept" if is_kept else "", "formula": formula / tokens,
+        "held": held / tokens, "fit": fits,
+    }  # fmt: skip
+
+
+def ask_vllm(python: str, rows: list[dict[str, Any]], fixed_rows: list[dict[str, Any]]) -> None:
     """Add what vLLM counts for each row."""
+    fixed = {shape.name: shape for shape in FIXED_CONFIGURATIONS}
+    fixed_shapes = [
+        {"layers": (shape := fixed[row["model"]]).geometry.num_layers, "heads": shape.geometry.num_kv_heads,
+         "dim": shape.geometry.head_dim_k, "latent": shape.geometry.latent, "state_layers": shape.state_layers,
+         "state": [(8192, 3), (32, 128, 128)], "mode": "align" if row["kept"] else "none",
+         "tokens": row["tokens"], "step": STEP_TOKENS}
+        for row in fixed_rows
+    ]  # fmt: skip
     by_name = {shape.name: shape for shape in CONFIGURATIONS}
     shapes = [
         {"layers": [(layer.heads, layer.head_dim_k, layer.window, layer.chunk, layer.owner is None)
@@ -135,9 +222,10 @@ def ask_vllm(python: str, rows: list[dict[str, Any]]) -> None:
         for row in rows
     ]  # fmt: skip
     command = [python, "-c", VLLM]
-    done = subprocess.run(command, input=json.dumps(shapes), stdout=subprocess.PIPE, text=True, check=True)
-    for row, nbytes in zip(rows, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        row["vllm"] = nbytes / row["tokens"]
+    asked = json.dumps({"fixed": fixed_shapes, "configurations": shapes})
+    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, text=True, check=True)
+    for row, nbytes in zip([*fixed_rows, *rows], json.loads(done.stdout.splitlines()[-1]), strict=True):
+        row["vllm"], row["vllm_fit"] = nbytes / row["tokens"], 40 * GIB // nbytes
 
 
 class Held:
@@ -183,12 +271,24 @@ def measure(model: str, place: str, tokens: int, kv_memory: str) -> dict[str, An
 def main() -> None:
     args = options(__doc__, model=str, tokens=8192, rounds=3, kv_memory="1GiB", vllm=str)
     rows = [sequence_bytes(shape, tokens) for shape in CONFIGURATIONS for tokens in (1024, args.tokens, 32768)]
+    fixed_rows = [
+        fixed_bytes(shape, tokens, is_kept=is_kept)
+        for shape in FIXED_CONFIGURATIONS
+        for is_kept in (False, True)[: 1 + bool(shape.states)]
+        for tokens in (1024, args.tokens, 32768)
+    ]
     if args.vllm:
-        ask_vllm(args.vllm, rows)
+        ask_vllm(args.vllm, rows, fixed_rows)
     show(rows, {
         "model": "{model}", "tokens": "{tokens:,}", "bytes a token, formula": "{formula:,.0f}", "apart": "{apart:,.0f}",
         "apart / formula": "{over:.2f}", "vLLM, at most": "{vllm:,.0f}", "together": "{together:,.0f}",
         "together / apart": "{saves:.2f}", "fit into 40 GiB apart": "{fit}", "and together": "{fit_together}",
+        "and vLLM": "{vllm_fit}",
+    })  # fmt: skip
+    print()
+    show(fixed_rows, {
+        "model": "{model}", "tokens": "{tokens:,}", "snapshot": "{kept}", "bytes a token, formula": "{formula:,.0f}",
+        "held": "{held:,.0f}", "vLLM, at most": "{vllm:,.0f}", "fit into 40 GiB": "{fit}", "and vLLM": "{vllm_fit}",
     })  # fmt: skip
     measured: list[dict[str, Any]] = []
     if args.model:
@@ -209,7 +309,7 @@ def main() -> None:
             "windows": "{place}", "prompt": "{tokens:,}", "bytes a token held": "{bytes:,.0f}",
             "context in this memory": "{context:,}", "prompt, s": "{prompt_s:.2f}", "ms a token": "{token_ms:.2f}",
         })  # fmt: skip
-    save(args, {"configurations": rows, "measured": measured})
+    save(args, {"configurations": rows, "fixed": fixed_rows, "measured": measured})
 
 
 if __name__ == "__main__":

@@ -568,7 +568,8 @@ class EngineOptions:
             self.check_states(states, on_gpu=on_gpu)
             sizes = memory_bytes, scheduler.max_running, slot_bytes, scheduler.draft_tokens
             # what moves between tiers are whole blocks
-            divided = divide_memory(geometry, states, *sizes, whole_blocks=self.dram_memory_bytes > 0)
+            whole, is_asked = self.dram_memory_bytes > 0, scheduler.max_running != SchedulerConfig().max_running
+            divided = divide_memory(geometry, states, *sizes, whole_blocks=whole, is_asked=is_asked)
             scheduler = dataclasses.replace(scheduler, max_running=divided.slots)
             first_blocks, pages, rounded = divided.blocks, divided.pages, f"{rounded}|state {states.digest}"
         else:

@@ -26,7 +26,9 @@ _ALIGN_BYTES = 64
 _FORMAT = 1
 """Of the bytes of a state, which stores keep: another one for any change of how parts follow each other."""
 _SLOTS_SHARE = 4
-"""Of the KV memory, states of running sequences take at most one part in so many."""
+"""Of the KV memory, states of running sequences take at most one part in so many, so that prefixes stay cached."""
+_ASKED_SHARES = 3
+"""And so many of these parts where it is asked for that many sequences: short ones are little but their state."""
 _NAMING_SHARE = 1024
 """A block of a model without attention, which only names tokens, takes one part in so many of a snapshot: contexts of
 32,000 tokens as much as one snapshot, in blocks of 32."""
@@ -233,16 +235,18 @@ def divide_memory(
     draft_tokens: int = 0,
     *,
     whole_blocks: bool = False,
+    is_asked: bool = False,
 ) -> DividedMemory:
     """What ``kv_bytes`` hold with at most ``slots`` running sequences; nothing beyond ``kv_bytes`` is ever used.
     ``slot_bytes``: what all workers together have of the state of one; 0: one state. ``draft_tokens``: of one row, for
-    at least one of which there are states. ``whole_blocks``: no two snapshots share one. Raises :class:`UserError`
-    where that is too little."""
+    at least one of which there are states. ``whole_blocks``: no two snapshots share one. ``is_asked``: so many
+    ``slots`` are not the default. Raises :class:`UserError` where that is too little."""
     state_bytes, block_bytes = states.nbytes, geometry.block_bytes
     slot_bytes = slot_bytes or state_bytes
     of_one_row = draft_tokens + 1 if draft_tokens else 0
-    slots = max(0, min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes - of_one_row))
-    drafts = max(of_one_row, min(slots, kv_bytes // _SLOTS_SHARE // slot_bytes - slots)) if draft_tokens else 0
+    most = kv_bytes * (_ASKED_SHARES if is_asked else 1) // _SLOTS_SHARE // slot_bytes
+    slots = max(0, min(slots, most - of_one_row))
+    drafts = max(of_one_row, min(slots, most - slots)) if draft_tokens else 0
     left = kv_bytes - (slots + drafts) * slot_bytes
     in_block = 1 if whole_blocks else max(1, block_bytes // state_bytes)
     pages = StatePages(state_bytes, ceil_div(state_bytes, block_bytes), in_block, drafts)

@@ -21,7 +21,7 @@ from memserve.base.states import (
     naming_geometry,
 )
 from memserve.base.types import KVGeometry, Role
-from memserve.base.units import KIB, MIB, parse_bytes
+from memserve.base.units import GIB, KIB, MIB, parse_bytes
 
 QWEN3_NEXT = StateGeometry(
     tuple(
@@ -81,6 +81,15 @@ def test_memory_is_never_exceeded(
     assert kv_bytes - geometry.block_bytes < used <= kv_bytes
     assert 1 <= divided.slots <= slots
     assert divided.pages.pages_each * geometry.block_bytes >= states.nbytes
+
+
+def test_asked_sequences_take_more_than_a_quarter() -> None:
+    by_default, asked = (
+        divide_memory(QWEN3_NEXT_KV, QWEN3_NEXT, 40 * GIB, 400, is_asked=is_asked) for is_asked in (False, True)
+    )
+    assert by_default.slots == 40 * GIB // 4 // QWEN3_NEXT.nbytes < 140
+    assert asked.slots == 400 and asked.blocks * QWEN3_NEXT_KV.block_bytes >= 40 * GIB // 4
+    assert divide_memory(QWEN3_NEXT_KV, QWEN3_NEXT, 40 * GIB, 999, is_asked=True).blocks >= asked.blocks * 0.9
 
 
 def test_blocks_that_only_name_tokens_are_small() -> None:
