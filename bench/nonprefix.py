@@ -50,11 +50,14 @@ from memserve.host.build import build_parts
 from memserve.host.engine import Engine, Rejected
 from memserve.instance.scheduler.memory import SequenceMemory
 from memserve.instance.scheduler.sequence import Sequence
-from memserve.kv.contents import Choice, ContentIndex, ContentReuse, Positions, Run, keep_all_but_first
+from memserve.kv import contents
+from memserve.kv.contents import ContentIndex, ContentReuse, Positions, Run, keep_all_but_first
 from memserve.model.attention.context import step_attention
 from memserve.model.loading.loader import load_model
 from memserve.model.loading.probe import DenseAttention
 
+Choice = Callable[[list[Run], float], list[Positions]]
+"""Runs, and the share of their tokens that is computed anew -> the positions whose KV stays as it was copied."""
 CHUNKS = 5
 CHUNKS_FIRST = -1
 """The priority of requests whose KV is cached."""
@@ -101,9 +104,9 @@ class SequentialEngine:
         self.parts = build_parts(engine)
         self._engine = Engine(self.parts.machine, self.parts.device)
         self._number, self.block_tokens = 0, self.parts.model.geometry.block_tokens
-        contents = self.parts.machine.state.memory.contents
-        assert contents is not None, self.parts.machine.state.memory.why_no_contents
-        self.contents: ContentReuse = contents
+        cached = self.parts.machine.state.memory.contents
+        assert cached is not None, self.parts.machine.state.memory.why_no_contents
+        self.contents: ContentReuse = cached
 
     def ask(self, prompt: TokenArray, tokens: int, **more: Any) -> list[TokenOutput]:
         """All that was answered, greedily."""
@@ -134,7 +137,7 @@ class SequentialEngine:
 
     def choose(self, choice: Choice, share: float) -> None:
         """How runs are computed anew from now on."""
-        self.contents._choose, self.contents._share = choice, share
+        contents.keep_all_but_first, self.contents._share = choice, share
 
 
 def keep_spread(runs: list[Run], share: float) -> list[Positions]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import importlib
 import importlib.util
 import itertools
 import re
@@ -431,6 +432,27 @@ def test_no_dead_files() -> None:
     used |= ENTRY_POINTS | LOADED_BY_ENGINES | LAB_COMMANDS
     dead = [where(path) for path in own if path.name != "__init__.py" and module_name(path) not in used]
     report(dead, "Nothing imports it: use it or delete it. A test alone is not a user.")
+
+
+def test_scripts_import_what_there_is() -> None:
+    """No other test starts most of them."""
+    problems = []
+    for path in tracked("bench/*.py", "scripts/*.py"):
+        for line, target in imports(path):
+            if target.split(".")[0] in ("memserve", "memserve_lab") and not _is_there(target):
+                problems.append(f"{where(path)}:{line}: {target}")
+    report(problems, "It is gone: say what took its place, and start the script.")
+
+
+def _is_there(target: str) -> bool:
+    """Whether ``target`` is a module, or what one has."""
+    module, _, name = target.rpartition(".")
+    try:
+        return importlib.util.find_spec(target) is not None or hasattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("memserve", "memserve_lab"):
+            return True  # of an engine that is not installed here
+        return importlib.util.find_spec(module) is not None and hasattr(importlib.import_module(module), name)
 
 
 PERSONS = re.compile(r"\b(who|whoever|whom|nobody|somebody|everybody|someone|everyone)\b", re.IGNORECASE)

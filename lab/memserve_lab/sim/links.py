@@ -102,9 +102,10 @@ class TimedPort:
 
     def seal_pages(self, job: SealPages) -> None:
         """Answer when the checksums are computed; their values do not matter."""
-        pages = len(job.blocks) * (job.end_layer - job.first_layer)
-        spent_ns = _sealing_ns(pages * self.geometry.page_bytes)
-        self.node.call_later(spent_ns, self.node.post_event, PagesSealed(job.job_id, (0,) * len(job.blocks)))
+        sealed_bytes = len(job.blocks) * (job.end_layer - job.first_layer) * self.geometry.page_bytes
+        spent_ns = _sealing_ns(sealed_bytes)
+        sealed = PagesSealed(job.job_id, (0,) * len(job.blocks), sealed_bytes, spent_ns)
+        self.node.call_later(spent_ns, self.node.post_event, sealed)
 
     def pull_pages(self, job: PullPages) -> None:
         """Answer when all pages are here; with an error when there is no peer to pull from."""

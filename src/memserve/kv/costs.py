@@ -134,6 +134,8 @@ class CostModel:
     """Of a store: from its disks into its memory, checked; the link comes on top (2 ns a byte = 0.5 GB/s)."""
     report_ns: float = 100_000.0
     """For each layer of a step that is handed over while the next is computed: by how much the step is longer."""
+    seal_byte_ns: float = 0.0
+    """Checksums of KV that other instances pull, a part of what their links take. 0: not measured."""
     machine: str = ""
     """Where it was measured; empty: these are the defaults."""
     model: str = ""
@@ -187,7 +189,11 @@ class CostModel:
             raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
         links = (model.swap_in, model.swap_out, model.same_host, model.network, model.disk)
         curves = (model.prefill, model.decode, *links)
-        times_ns = [model.report_ns, *(getattr(curve, name) for curve in curves for name in curve.__slots__)]
+        times_ns = [
+            model.report_ns,
+            model.seal_byte_ns,
+            *(getattr(curve, name) for curve in curves for name in curve.__slots__),
+        ]
         if not all(0 <= time_ns <= _NS_MAX for time_ns in times_ns):
             raise UserError("a cost profile with impossible times", hint="run: memserve profile")
         return model
@@ -461,6 +467,14 @@ class PreemptionModel:
         if len(self._reports) >= SAMPLES_MIN:  # the median: single steps are longer for other reasons
             self._known = replace(self._known, report_ns=max(0.0, median(self._reports)))
 
+    def learn_seal(self, sealed_bytes: int, spent_ns: int) -> None:
+        """Checksums of ``sealed_bytes`` took ``spent_ns``."""
+        if sealed_bytes > 0 and spent_ns > 0:
+            byte_ns, before_ns = spent_ns / sealed_bytes, self._known.seal_byte_ns
+            smoothed_ns = before_ns + (byte_ns - before_ns) / _SMOOTHING if before_ns else byte_ns
+            self._known = replace(self._known, seal_byte_ns=smoothed_ns)
+            self._update_model()
+
     def learn_decode(self, rows: int, context_tokens: int, device_ns: int) -> None:
         """A step without prompts computed ``rows`` tokens, which attend to ``context_tokens`` altogether."""
         if not self.is_measured and device_ns > 0 and self._decode.add_sample((1.0, rows, context_tokens), device_ns):
@@ -475,7 +489,8 @@ class PreemptionModel:
             self._update_model()
 
     def learn_link(self, peer: str, near: bool, copied_bytes: int, pieces: int, spent_ns: int) -> None:
-        """A pull of ``copied_bytes`` in ``pieces`` pieces from ``peer``, over no network if ``near``."""
+        """A pull of ``copied_bytes`` in ``pieces`` pieces from ``peer``, over no network if ``near``. ``spent_ns``:
+        with what ``peer`` took for the checksums, as in a profile."""
         if copied_bytes > 0 and spent_ns > 0 and self.links.learn_pull(peer, near, copied_bytes, pieces, spent_ns):
             self._update_model()
 
@@ -566,5 +581,6 @@ def _typical_ns(costs: CostModel) -> tuple[int, ...]:
     links = costs.swap_in, costs.same_host, costs.network
     reports_ns = round(_TYPICAL_LAYERS * costs.report_ns) + costs.prefill_ns(_TYPICAL_TOKENS)
     copies = [link.ns(copied_bytes, 8) for link in links for copied_bytes in (MIB, GIB)]
+    copies.append(round(GIB * costs.seal_byte_ns))
     steps = costs.prefill_ns(64), costs.prefill_ns(4096), costs.decode_step_ns(1, 1024), costs.decode_step_ns(32, 65536)
     return (*steps, *copies, reports_ns)

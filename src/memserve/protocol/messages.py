@@ -495,6 +495,8 @@ class Ready(Message, frozen=True, tag=True):
     first_layer: Natural
     end_layer: Natural
     checksums: tuple[Checksum, ...]
+    sealed_ns: Natural = 0
+    """What computing these took: a part of what moving the pages costs."""
 
 
 class Handoff(Message, frozen=True, tag=True):

@@ -274,8 +274,10 @@ class PagePort:
         check(fits(offsets, range_bytes, arena.nbytes), "blocks to be sealed: {}", job)
 
         def seal() -> None:
+            begun_ns = time.monotonic_ns()
             seals = seal_ranges(arena, offsets, range_bytes)
-            self._report_result(PagesSealed(job.job_id, tuple(seals.tolist())))
+            spent_ns, sealed_bytes = time.monotonic_ns() - begun_ns, len(job.blocks) * range_bytes
+            self._report_result(PagesSealed(job.job_id, tuple(seals.tolist()), sealed_bytes, spent_ns))
             for link in self._links:
                 link.expect_reads()
 

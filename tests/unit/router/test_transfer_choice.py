@@ -31,8 +31,16 @@ def chosen(handoff: PlannedHandoff, *, reports_layers: bool = True) -> TransferM
     return choose_transfer(handoff, reports_layers=reports_layers).mode
 
 
+def stages_ns(handoff: PlannedHandoff, copied_bytes: int, pieces: int) -> tuple[float, float]:
+    """Checksums, and what the link takes beside them, of all that are handed over together."""
+    moved_ns = handoff.link.ns(copied_bytes, pieces)
+    sealed_ns = min(moved_ns, copied_bytes * handoff.seal_byte_ns)
+    return handoff.together * sealed_ns, handoff.together * (moved_ns - sealed_ns)
+
+
 def waited_ns(handoff: PlannedHandoff, mode: TransferMode) -> float:
-    """Pull by pull: each begins when its pages are there and the one before is over. The mean of those together."""
+    """Pull by pull: each is sealed when its pages are there, and copied when that is over and the one before it is
+    here. The mean of those together."""
     by_layer = mode is BY_LAYER
     layers = handoff.layers if by_layer else 1
     report_ns = handoff.layers * handoff.report_ns if by_layer else 0.0
@@ -41,13 +49,15 @@ def waited_ns(handoff: PlannedHandoff, mode: TransferMode) -> float:
     pieces = blocks if by_layer or mode is AGGREGATED else blocks * handoff.layers
     block_pieces = 1 if mode is AGGREGATED else handoff.layers
     cached = handoff.cached_blocks
-    free_ns = float(handoff.together * handoff.link.ns(cached * handoff.block_bytes, cached * block_pieces))
+    sealed_ns, copied_ns = stages_ns(handoff, cached * handoff.block_bytes, cached * block_pieces)
+    free_ns = sealed_ns + copied_ns
     for step in range(handoff.steps):
         for layer in range(layers):
             ready_ns = step_ns * (step + (layer + 1) / layers)
-            pull_ns = handoff.link.ns(blocks * handoff.block_bytes // layers, pieces)
-            free_ns = max(free_ns, ready_ns) + handoff.together * pull_ns
-    free_ns -= (handoff.together - 1) / 2 * pull_ns
+            seal_ns, copy_ns = stages_ns(handoff, blocks * handoff.block_bytes // layers, pieces)
+            sealed_ns = max(sealed_ns, ready_ns) + seal_ns
+            free_ns = max(free_ns, sealed_ns) + copy_ns
+    free_ns -= (handoff.together - 1) / 2 / handoff.together * (seal_ns + copy_ns)
     return free_ns - step_ns * handoff.steps + report_ns * handoff.steps
 
 
@@ -56,6 +66,7 @@ handoffs = st.builds(
     computed_blocks=st.integers(1, 50), queued_prompts=st.just(0.0), together=st.integers(1, 4),
     layers=st.integers(1, 40), block_bytes=st.integers(1, 1 << 22),
     link=st.builds(CopyCurve, st.floats(0, 1e7), st.floats(0, 1e5), st.floats(0, 3.0)), report_ns=st.floats(0, 1e6),
+    seal_byte_ns=st.floats(0, 3.0),
 )  # fmt: skip
 
 
@@ -84,6 +95,15 @@ def test_a_link_slower_than_computing_takes_no_more_messages() -> None:
     assert chosen(slow) is BY_LAYER and chosen(slow._replace(queued_prompts=20.0)) is AGGREGATED
 
 
+def test_checksums_of_one_layer_pass_while_another_is_copied() -> None:
+    """Half of the link's time is the prefill instance's: by layer the two overlap, in blocks they do not."""
+    slow = PLAIN._replace(link=CopyCurve(0.0, 0.0, 1.0), report_ns=0.0)
+    halves = slow._replace(seal_byte_ns=0.5)
+    assert expected_ns(halves, AGGREGATED) == expected_ns(slow, AGGREGATED)
+    hidden_ns = expected_ns(slow, BY_LAYER) - expected_ns(halves, BY_LAYER)
+    assert hidden_ns == pytest.approx(0.5 * (LAYERS - 1) / LAYERS * expected_ns(slow, AGGREGATED), rel=0.01)
+
+
 def test_no_layers_are_promised_by_an_instance_that_reports_none() -> None:
     choice = choose_transfer(PLAIN, reports_layers=False)
     assert choice.mode is AGGREGATED and "by-layer cannot be" in choice.reason
@@ -97,12 +117,13 @@ def test_modes_that_cost_alike_take_the_fewest_messages() -> None:
 
 
 def test_handoff_counts_what_both_instances_have() -> None:
-    costs = CostModel(machine="m", report_ns=7.0)
+    costs = CostModel(machine="m", report_ns=7.0, seal_byte_ns=0.3)
     ask = Ask(1000, block_tokens=32, token_bytes=10, state_blocks=3)
     first = Candidate(0, "p", P, matched_tokens=320, prefill_tokens=2500, costs=costs)
     handoff = handoff_of(ask, first, Candidate(1, "d", D, matched_tokens=96), LAYERS, 256)
     assert (handoff.cached_blocks, handoff.computed_blocks) == (10 - 3, 32 - 10 + 3)
     assert handoff.steps == 3 and handoff.together == 1 and handoff.queued_prompts == 2.5 and handoff.report_ns == 7.0
+    assert handoff.seal_byte_ns == 0.3
     assert handoff.prefill_ns == costs.prefill_ns(680, 320) and handoff.block_bytes == 320
     assert handoff_of(ask, first, Candidate(1, "d", D), LAYERS, 0).steps == 1
     assert [handoff_of(ask, first, Candidate(1, "d", D), LAYERS, n).together for n in (256, 1400, 9999)] == [1, 2, 2]

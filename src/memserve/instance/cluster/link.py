@@ -106,7 +106,7 @@ class ClusterLink:
         self._intake = intake
         self._pins, self._hints, self._adapters = instance.pins, instance.hints, instance.adapters
         self._geometry = geometry
-        self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
+        self._pulls: dict[int, tuple[str, int, int]] = {}  # pull job -> name of the peer, pieces, what sealing took
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
         self._owner_messages: dict[type, Callable[[Any, int], None]] = {
@@ -150,13 +150,15 @@ class ClusterLink:
 
     def pages_done(self, event: PagesSealed | PagesPulled, now_ns: int) -> None:
         """The host has sealed or pulled pages."""
-        if isinstance(event, PagesPulled):
-            name, pieces = self._pulls.pop(event.job_id, ("", 0))
+        if isinstance(event, PagesSealed):
+            self._state.costs.learn_seal(event.sealed_bytes, event.spent_ns)
+        else:
+            name, pieces, sealed_ns = self._pulls.pop(event.job_id, ("", 0, 0))
             if name and event.link:
                 far = self.fetches.far[name] = event.link in FAR_LINKS
                 self._links[name] = event.link
                 if not event.error:
-                    self._state.costs.learn_link(name, not far, event.pulled_bytes, pieces, event.spent_ns)
+                    self._state.costs.learn_link(name, not far, event.pulled_bytes, pieces, event.spent_ns + sealed_ns)
         self._apply_outcomes(self.exchange.handle(event, now_ns), now_ns)
 
     def step_ended(self, step_id: int, now_ns: int) -> None:
@@ -266,7 +268,7 @@ class ClusterLink:
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
                 pages = action.end_layer - action.first_layer if action.by_page else 1
-                self._pulls[action.job_id] = action.peer.name, len(action.src_blocks) * pages
+                self._pulls[action.job_id] = action.peer.name, len(action.src_blocks) * pages, action.sealed_ns
             self._outbox.append(action)
         actions += self._outbox
         self._outbox.clear()

@@ -33,6 +33,8 @@ class PagesSealed:
 
     job_id: int
     checksums: tuple[int, ...]
+    sealed_bytes: int = 0
+    spent_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class PullPages:
     end_layer: int
     checksums: tuple[int, ...]
     by_page: bool = False
+    sealed_ns: int = 0
+    """What the peer took for the checksums."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,8 @@ class Pull:
     first_layer: int
     end_layer: int
     checksums: tuple[int, ...]
+    sealed_ns: int
+    """What the sender took for these."""
 
     @property
     def end_row(self) -> int:
@@ -208,6 +210,7 @@ class Pulls:
             end_layer=pull.end_layer,
             checksums=pull.checksums,
             by_page=pull.imported.offer.mode != TransferMode.BY_REQUEST_AGG,
+            sealed_ns=pull.sealed_ns,
         )
         self._context.retain(job.dst_tier, job.dst_blocks)
         self._under_way[job.job_id] = pull, job

@@ -227,8 +227,9 @@ class Receiver:
         checksums = ready.checksums[first - ready.first_block : end - ready.first_block]
         begin = imported.offer.first_block
         for tier, offset, blocks in runs(imported.sources[first - begin : end - begin]):
-            sums = checksums[offset : offset + len(blocks)]
-            pull = Pull(imported, placement, row + offset, tier, blocks, ready.first_layer, ready.end_layer, sums)
+            sums, layers = checksums[offset : offset + len(blocks)], (ready.first_layer, ready.end_layer)
+            sealed_ns = ready.sealed_ns * len(blocks) // len(ready.checksums)
+            pull = Pull(imported, placement, row + offset, tier, blocks, *layers, sums, sealed_ns)
             # the blocks were freed by a plan that may still read them: no byte is written before it has finished
             self._barriers.when_passed(placement.fence, partial(self.pulls.enqueue_pull, pull))
 

@@ -313,7 +313,8 @@ class Sender:
         if export.over:
             return
         self._context.counters.sealed_pages += count * (pages.end_layer - pages.first_layer)
-        ready = Ready(export.transfer_id, pages.first_block, pages.first_layer, pages.end_layer, event.checksums)
+        layers, sums = (pages.first_layer, pages.end_layer), event.checksums
+        ready = Ready(export.transfer_id, pages.first_block, *layers, sums, event.spent_ns)
         self._context.send(export.to, ready)
         export.unannounced -= 1
         self._send_handoff_when_ready(export)

@@ -10,9 +10,9 @@ What counts is the time *behind* the prefill, in which the request waits for KV 
 
 A prompt of several steps is pulled step by step, short ones that share a step are pulled together, and what the prefill
 instance has cached is pulled meanwhile. Each layer that is reported makes the step longer (``CostModel.report_ns``),
-for this prompt and for those that wait behind it; and where the link carries less than the instance computes, each of
-them waits for those before it. How many wait behind is not known: as many as wait before, and as many again that come
-while those are computed. All rates are those that the instances have measured.
+for this prompt and for those that wait behind it; and where the link carries less than the instance computes, or its
+checksums take longer, each of them waits for those before it. How many wait behind is not known: as many as wait
+before, as many again that come while those are computed, and again while these are. All rates are those that the instances have measured.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class PlannedHandoff(NamedTuple):
     """Of pulls by the decode instance."""
     report_ns: float
     """By how much a step is longer for each layer that it reports."""
+    seal_byte_ns: float = 0.0
+    """Of ``link``, what the prefill instance takes for checksums: of the next pages while others are copied."""
 
 
 def expected_ns(handoff: PlannedHandoff, mode: TransferMode) -> int:
@@ -62,15 +64,31 @@ def expected_ns(handoff: PlannedHandoff, mode: TransferMode) -> int:
     computed_ns = handoff.together * handoff.prefill_ns + reports_ns
     pulls = handoff.steps * handoff.layers if by_layer else handoff.steps
     blocks, layers = ceil_div(handoff.computed_blocks, handoff.steps), handoff.layers if by_layer else 1
-    link, cached = handoff.link, handoff.cached_blocks
-    pull_ns = handoff.together * link.ns(blocks * handoff.block_bytes // layers, blocks * block_pieces // layers)
-    cached_ns = handoff.together * link.ns(cached * handoff.block_bytes, cached * block_pieces)
-    # the last pull, if the others are over; all of them behind the first layer or step; or behind what is cached
-    late_ns = pulls * pull_ns - computed_ns
-    behind_ns = max(pull_ns, late_ns + computed_ns / pulls, cached_ns + late_ns)
-    behind_ns -= pull_ns * (1 - 1 / handoff.together) / 2  # on average, half of the others come later
-    waits_ns = reports_ns + max(0.0, cached_ns + late_ns) / handoff.together
-    return round(behind_ns + reports_ns + 2 * handoff.queued_prompts * waits_ns)
+    seal_ns, copy_ns = _stages_ns(handoff, blocks * handoff.block_bytes // layers, blocks * block_pieces // layers)
+    cached_seal_ns, cached_copy_ns = _stages_ns(
+        handoff, handoff.cached_blocks * handoff.block_bytes, handoff.cached_blocks * block_pieces
+    )
+    # sealed one after the other, each copied when it is sealed and the one before it is here: what takes longest of all
+    # ways through the two, from the begin or the first layer or step on, or only the last one
+    sealed_ns, copied_ns = pulls * seal_ns, pulls * copy_ns
+    from_first_ns = max(seal_ns + copied_ns, sealed_ns + copy_ns)
+    behind_ns = max(
+        seal_ns + copy_ns,
+        computed_ns / pulls + from_first_ns - computed_ns,
+        cached_seal_ns + max(cached_copy_ns + copied_ns, from_first_ns) - computed_ns,
+    )
+    behind_ns -= (seal_ns + copy_ns) * (1 - 1 / handoff.together) / 2  # on average, half of the others come later
+    late_ns = max(cached_seal_ns + sealed_ns, cached_copy_ns + copied_ns) - computed_ns
+    waits_ns = reports_ns + max(0.0, late_ns) / handoff.together
+    return round(behind_ns + reports_ns + 3 * handoff.queued_prompts * waits_ns)
+
+
+def _stages_ns(handoff: PlannedHandoff, copied_bytes: int, pieces: int) -> tuple[float, float]:
+    """What the prefill instance takes for checksums of so many bytes, and the rest of what moving them takes; of all
+    prompts together."""
+    moved_ns = handoff.link.ns(copied_bytes, pieces)
+    sealed_ns = min(float(moved_ns), copied_bytes * handoff.seal_byte_ns)
+    return handoff.together * sealed_ns, handoff.together * (moved_ns - sealed_ns)
 
 
 def choose_transfer(handoff: PlannedHandoff, *, reports_layers: bool) -> TransferChoice:
@@ -104,4 +122,5 @@ def handoff_of(ask: Ask, first: Candidate, decoder: Candidate, layers: int, step
         block_tokens * ask.token_bytes,
         link_between(first, decoder),
         first.costs.report_ns,
+        first.costs.seal_byte_ns,
     )
