@@ -6,27 +6,29 @@ A step is what the scheduler's process spends between a device's answer and the 
 outputs, the blocks of new tokens, prefix look-up and insert, and the next plan's rows. Not in it: to make the device's
 answer, to send anything, detokenizing. Prefix caching is on in both, with blocks of ``--block-tokens``.
 
-``decode`` = all sequences decode; ``mixed`` = requests end after 64 to 319 tokens, and new ones take their place, with a
-prompt half of which is common to all. ``--budgets``: tokens of a step, all of which one prompt may have. Where prompts
+``decode`` = all sequences decode; ``mixed`` = requests end after 64 to 319 tokens, and new ones take their place,
+half of whose prompt is common to all. ``--budgets``: tokens of a step, all of which one prompt may have. Where prompts
 come sooner than the budget allows, fewer sequences decode than run: ``rows`` and ``tokens`` say what a step had.
 
 Figures are CPU time of the thread (``--clock``: by the clock), the mean of a round's steps; medians of rounds, and the
 median of the rounds' ratios. ``share``: of a step of ``--step-ms`` on the device.
 
-    python bench/scheduler_rivals.py --vllm PYTHON [--json] [--quick] [--rounds 5] [--steps 100] [--step-ms 10]
-        [--running 32,256] [--prompts 512,4096] [--budgets 512,2048,8192] [--block-tokens 32]
+    python bench/scheduler_rivals.py --vllm PYTHON [--json] [--quick] [--rounds 5] [--steps 100] [--clock]
+        [--step-ms 10] [--running 32,256] [--prompts 512,4096] [--budgets 512,2048,8192] [--block-tokens 32]
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import product
-from typing import Any
+from typing import IO, Any
 
 from harness import BENCH
 from harness.flags import Commas, options, save
@@ -36,6 +38,7 @@ from harness.scheduling import Shape
 from harness.tables import Table
 from scheduler_null import InstanceDriver
 
+CLOCK = (False, "figures by the clock, where nothing else runs")
 NAMES = ("memserve", "vLLM", "vLLM async")
 COLUMNS = {
     "load": "{load}", "running": "{running}", "prompt": "{prompt_tokens}", "budget": "{step_tokens}",
@@ -48,10 +51,11 @@ FIGURES = ("rows", "tokens", "arrivals", "us", "cpu_us", "step_us", "step_cpu_us
 class VllmCore:
     """vLLM's process, which works only while it is asked."""
 
-    def __init__(self, python: str) -> None:
-        self._log = tempfile.TemporaryFile("w+")  # what vLLM prints, of which only a failure is of interest
+    def __init__(self, python: str, log: IO[str]) -> None:
+        """``log``: what vLLM prints, of which only a failure is of interest."""
+        self._log = log
         command = (python, str(BENCH / "vllm_core.py"))
-        self._child = LineChild(*command, env=without_path(), stderr=self._log)
+        self._child = LineChild(*command, env=without_path(), stderr=log)
         if not self._child.hello:
             raise SystemExit(f"{python} has no vLLM that works: {self._last_words()}")
         self.version = json.loads(self._child.hello)["version"]
@@ -66,11 +70,21 @@ class VllmCore:
     def close(self) -> None:
         """End the process."""
         self._child.close()
-        self._log.close()
 
     def _last_words(self) -> str:
         self._log.seek(0)
         return "".join(self._log.readlines()[-20:])
+
+
+@contextmanager
+def vllm_core(python: str) -> Iterator[VllmCore]:
+    """That process, by the Python that can import vllm."""
+    with tempfile.TemporaryFile("w+") as log:
+        core = VllmCore(python, log)
+        try:
+            yield core
+        finally:
+            core.close()
 
 
 def shapes_of(args: Namespace) -> Iterator[Shape]:
@@ -92,10 +106,10 @@ def measure_shape(shape: Shape, core: VllmCore, args: Namespace) -> dict[str, li
     gc.freeze()
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in NAMES}
     for _, name in turns(args.rounds, NAMES):
-        own_turn = name == "memserve"
-        figures = driver.measure_steps(args.steps) if own_turn else core.call(
-            "measure_steps", name=name, steps=args.steps
-        )  # fmt: skip
+        if name == "memserve":
+            figures = driver.measure_steps(args.steps)
+        else:
+            figures = core.call("measure_steps", name=name, steps=args.steps)
         results[name].append(figures)
     return results
 
@@ -117,20 +131,18 @@ def main() -> None:
     args = options(
         __doc__, required="vllm", vllm=str, rounds=5, steps=100, running=Commas(32, 256), prompts=Commas(512, 4096),
         budgets=Commas(512, 2048, 8192), block_tokens=32, step_ms=(10.0, "of the step that shares are of"),
-        clock=(False, "figures by the clock, on a machine that does nothing else"),
+        clock=CLOCK,
         quick={"rounds": 2, "steps": 30, "running": [32], "prompts": [512], "budgets": [2048]},
     )  # fmt: skip
-    core = VllmCore(args.vllm)
     points = []
-    try:
+    with vllm_core(args.vllm) as core:
         table = Table(COLUMNS)
         for shape in shapes_of(args):
             for point in points_of(shape, measure_shape(shape, core, args), args):
                 table.show(point)
                 points.append(point)
-    finally:
-        core.close()
     record = {"command": "bench/scheduler_rivals.py --vllm PYTHON", "vllm": core.version, "step_ms": args.step_ms}
+    record |= {"load_average": os.getloadavg()}
     save(args, {**record, "rounds": args.rounds, "steps": args.steps, "points": points})
 
 

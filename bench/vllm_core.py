@@ -109,9 +109,10 @@ class SchedulerDriver(StepDriver):
     def _result_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """A token of each request whose prompt ends in this step or before it."""
         names = list(plan.num_scheduled_tokens)
-        ends = {item.req_id: item.num_computed_tokens for item in plan.scheduled_new_reqs}
-        ends |= dict(zip(plan.scheduled_cached_reqs.req_ids, plan.scheduled_cached_reqs.num_computed_tokens))
-        has_drawn = (ends[name] + plan.num_scheduled_tokens[name] >= self.shape.prompt_tokens for name in names)
+        cached = plan.scheduled_cached_reqs
+        starts = {item.req_id: item.num_computed_tokens for item in plan.scheduled_new_reqs}
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        has_drawn = (starts[name] + plan.num_scheduled_tokens[name] >= self.shape.prompt_tokens for name in names)
         tokens = [[DRAWN_TOKEN] if is_drawn else [] for is_drawn in has_drawn]
         return ModelRunnerOutput(names, {name: index for index, name in enumerate(names)}, tokens)
 
@@ -170,10 +171,10 @@ class Commands:
         self._index = HashIndexDriver(lengths, prompts, block_tokens)
         freeze_heap()
 
-    def measure_lookups(self, length: int, is_cached: bool, turn: int) -> dict[str, float]:
+    def measure_lookups(self, length: int, **order: Any) -> dict[str, float]:
         """Of that index."""
         assert self._index is not None
-        return self._index.measure_lookups(length, is_cached, turn)
+        return self._index.measure_lookups(length, **order)
 
 
 def freeze_heap() -> None:

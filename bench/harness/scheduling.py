@@ -6,6 +6,7 @@ Nothing here imports an engine.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ DECODE_ANSWER_TOKENS = 1900
 
 @dataclass(frozen=True)
 class Shape:
-    """What a scheduler is kept at: ``decode`` = every sequence decodes; ``mixed`` = requests end and new ones take their
+    """What a scheduler is kept at. ``decode``: every sequence decodes. ``mixed``: requests end and new ones take their
     place, half of whose prompt is common to all, so that a piece of a prompt is in nearly every step."""
 
     running: int
@@ -67,7 +68,7 @@ class MadeRequest:
         return f"request-{self.number}"
 
 
-class StepDriver:
+class StepDriver(ABC):
     """Keeps a scheduler at a shape, and times its steps. An engine's driver adds requests and answers plans."""
 
     def __init__(self, shape: Shape) -> None:
@@ -76,14 +77,14 @@ class StepDriver:
         self._random = np.random.default_rng(7)
         self._shared = self._random.integers(0, VOCABULARY, shape.shared_tokens, dtype=np.int32)
 
+    @abstractmethod
     def add_request(self, request: MadeRequest, timer: Timer) -> None:
         """Give the scheduler a request; the timer gets what that takes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish_step(self, timer: Timer) -> tuple[int, int]:
         """The device answers the oldest plan, and the next one is made; the timer gets the time of both. Returns rows
         and tokens of the answered plan."""
-        raise NotImplementedError
 
     def fill(self, timer: Timer) -> None:
         """Requests arrive until as many are there as shall run."""
@@ -132,7 +133,7 @@ class StepDriver:
         return MadeRequest(self.arrivals, np.concatenate((self._shared, rest)), answer_tokens)
 
 
-class IndexDriver:
+class IndexDriver(ABC):
     """Asks an index for prompts that it holds and for fresh ones. An engine's driver plants and looks up."""
 
     def __init__(self, lengths: list[int], prompts: int) -> None:
@@ -142,15 +143,15 @@ class IndexDriver:
             for number in range(prompts):
                 self.plant_tokens(prompt_of(length, number))
 
+    @abstractmethod
     def plant_tokens(self, tokens: Tokens) -> None:
         """Make all whole blocks of ``tokens`` cached."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look_up(self, tokens: Tokens, timers: Callable[[str], Timer]) -> int:
         """Find the cached prefix; each part of the work goes by the timer of its name. Returns its tokens."""
-        raise NotImplementedError
 
-    def measure_lookups(self, length: int, is_cached: bool, turn: int) -> dict[str, float]:
+    def measure_lookups(self, length: int, *, is_cached: bool, turn: int, by_clock: bool) -> dict[str, float]:
         """Median microseconds of each part, over as many prompts of ``length`` tokens and one, whose last is never
         cached, so that engines which compute the last token of a prompt in any case find as much as others."""
         timers: dict[str, Timer] = {}
@@ -160,7 +161,7 @@ class IndexDriver:
             matched = self.look_up(tokens, lambda name: timers.setdefault(name, Timer()))
             if matched != (length if is_cached else 0):
                 raise AssertionError(f"{matched} tokens of {length} are cached")
-        return {name: round(median(timer.us), 3) for name, timer in timers.items()}
+        return {name: round(median(timer.us if by_clock else timer.cpu_us), 3) for name, timer in timers.items()}
 
 
 def prompt_of(length: int, number: int, *, is_fresh: bool = False) -> Tokens:
