@@ -7,6 +7,7 @@
 ``prompts``     tokens and texts that no cache has
 ``processes``   children, whatever they run: ready, asked by lines, measured by ``/proc``, ended
 ``clients``     requests, streamed and whole; closed loops
+``scheduling``  a scheduler or an index alone: the same requests and prompts for several engines'
 --------------- -----------------------------------------------------------------------------------------------------
 ``served``      ``memserve serve``, with a store and without
 ``engines``     vLLM's server, plain, with memserve's connector, with KV events; answers compared token by token
