@@ -176,7 +176,8 @@ class ModelFront:
             if name is None and path.startswith(_BY_ID):
                 await self._ask_in_turn(scope, receive, send)
             elif self.table.is_owners(name) and (name is not None or _needs_model(scope)):
-                await self._ask_owner(f"The model `{name or 'that is asked first'}`", scope, receive, send)
+                feature = "The first model" if name is None else f"The model `{name}`"
+                await self._ask_owner(feature, scope, receive, send)
             elif relayed is not None and name is not None and self.table.is_relayed(name):
                 await relayed.app(scope, receive, send)
             else:
