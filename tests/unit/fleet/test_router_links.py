@@ -115,11 +115,8 @@ def test_a_connection_that_sends_nonsense_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_folder_with_too_long_a_name_is_told(tmp_path: Path) -> None:
-    async def run() -> None:
-        folder = tmp_path / ("x" * 120)
-        folder.mkdir()
-        with pytest.raises(UserError, match="cannot share an admission") as told:
-            await Ends(folder).desk.open()
-        assert "TMPDIR" in str(told.value.hint)
-
-    asyncio.run(run())
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    with pytest.raises(UserError, match="cannot share an admission") as refused:
+        Ends(folder).desk.bind_socket()
+    assert "TMPDIR" in str(refused.value.hint)

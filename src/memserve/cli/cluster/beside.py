@@ -166,7 +166,7 @@ def host_of(beside: EnginesBeside, config: ClusterConfig) -> FleetHost:
 
 def links_of(host: FleetHost, beside: EnginesBeside, drain_s: float) -> RouterLinks | None:
     """How the routers of engines alone reach each other, to share an admission. None: there is none, or one router.
-    ``drain_s``: seconds that a router takes to end."""
+    ``drain_s``: seconds that a router takes to end. Raises :class:`UserError` where that cannot be."""
     from memserve.fleet.routers.links import OwnerLine, RouterDesk
 
     if beside.file is None or not beside.config.admission.shared_mode:
@@ -174,7 +174,9 @@ def links_of(host: FleetHost, beside: EnginesBeside, drain_s: float) -> RouterLi
     path = beside.file.with_name(ADMISSION)
     if beside.router:
         return OwnerLine(path, beside.router, host.post_event)
-    return RouterDesk(path, host.post_event, drain_s)
+    desk = RouterDesk(path, host.post_event, drain_s)
+    desk.bind_socket()
+    return desk
 
 
 def engine_lines(relayed: RelayedModels | None) -> list[str]:

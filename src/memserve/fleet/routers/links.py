@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,15 +73,25 @@ class RouterDesk:
         self._generations = itertools.count(new_generation())
         self._writers: dict[Peer, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._socket: socket.socket | None = None
         self._server: asyncio.Server | None = None
 
-    async def open(self) -> None:
-        """Listen. Raises :class:`UserError` where that is not possible."""
+    def bind_socket(self) -> None:
+        """Take the path, before anything is served. Raises :class:`UserError` where that is not possible."""
+        self._socket = socket.socket(socket.AF_UNIX)
         try:
-            self._server = await asyncio.start_unix_server(self._accept, self._path)
-        except OSError as error:
+            self._path.unlink(missing_ok=True)
+            self._socket.bind(str(self._path))
+        except OSError as error:  # such names have about a hundred bytes
+            self._socket.close()
             hint = "set TMPDIR to a folder with a short name, or leave out --routers"
             raise UserError(f"routers cannot share an admission: {self._path}: {error}", hint=hint) from None
+
+    async def open(self) -> None:
+        """Listen. Raises :class:`UserError` as :meth:`bind_socket` does."""
+        if self._socket is None:
+            self.bind_socket()
+        self._server = await asyncio.start_unix_server(self._accept, sock=self._socket)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve_router(reader, writer))
@@ -114,6 +125,7 @@ class RouterDesk:
             await asyncio.wait(self._tasks, timeout=self._patience_s)
         if self._server is not None:
             self._server.close()
+            self._socket = None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
