@@ -25,7 +25,7 @@ COUNT = 6
 class TwoRouters:
     """``one``, for which both routers place requests; ``two``, which may sleep; ``three``, which may be added."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_sleeper_first: bool = False) -> None:
         self.modules = {
             "one": tiny_module("llama", 1),
             "two": tiny_module("qwen3", 2),
@@ -35,9 +35,10 @@ class TwoRouters:
         key = folder / "key"
         key.touch(0o600)
         key.write_text("let-me\n")
-        flags = ("--model", f"two={self.paths['two']},colocated=1,sleep-after=3600", "--routers", "2")
-        one = f"one={self.paths['one']},colocated=1"
-        self.killed = Killed(one, folder / "state", *flags, "--admin-key-file", str(key))
+        texts = [f"one={self.paths['one']},colocated=1", f"two={self.paths['two']},colocated=1,sleep-after=3600"]
+        first, second = reversed(texts) if is_sleeper_first else texts
+        flags = ("--model", second, "--routers", "2", "--admin-key-file", str(key))
+        self.killed = Killed(first, folder / "state", *flags)
         eventually(self.are_both_there)
 
     @property
@@ -144,3 +145,16 @@ def test_without_an_owner_its_models_are_told_to_be_away(routers: TwoRouters) ->
     routers.killed.restart()
     eventually(routers.are_both_there)
     routers.check("two", 700)
+
+
+def test_a_first_model_that_sleeps_is_asked_without_a_name(tmp_path: Path) -> None:
+    routers = TwoRouters(tmp_path, is_sleeper_first=True)
+    try:
+        assert routers.operate("POST", "/two/sleep").raise_for_status().json()["state"] == "asleep"
+        body = {"prompt": [5, 6, 7], "max_tokens": 2}
+        answers = [httpx.post(f"{routers.url}/completions", json=body, timeout=120) for _ in range(TIMES)]
+        assert {answer.raise_for_status().json()["model"] for answer in answers} == {"two"}
+        assert routers.listed() == {("two", "one")}
+        routers.check("one", 800)
+    finally:
+        routers.killed.end()

@@ -214,6 +214,20 @@ def test_without_an_owner_requests_are_rejected_in_time() -> None:
     assert "does not answer" in world.rejected["r"]
 
 
+def test_what_an_owner_granted_long_ago_waits_for_its_word() -> None:
+    """It may have taken this router to be gone meanwhile: what it says now counts."""
+    world = SharedWorld(1)
+    world.ask(1, "r")
+    world.deliver(OWNER)  # which grants it, and stands still
+    for _ in range(16):
+        world.now += NS_PER_S // 4
+        world.tell(1, TimePassed())
+    world.deliver(1)
+    assert not world.running
+    world.settle()
+    assert world.running == {"r": 1}
+
+
 def test_what_runs_through_a_cut_is_counted_again() -> None:
     world = SharedWorld(1)
     for number in range(ACTIVE_MAX):
