@@ -33,7 +33,7 @@ from memserve.api.http.errors import ApiError, bad_request, shutting_down
 from memserve.api.http.limits import TENANT_KEY, Edge, header
 from memserve.api.http.middleware import ApiKeys, Guard, KeyRing, authorization_of, is_work, json_page, send_error
 from memserve.api.model_table import ModelPart, ModelTable
-from memserve.api.openai.paths import TrailingSlashes
+from memserve.api.openai.paths import OWNER_ANSWERS, TrailingSlashes
 from memserve.base.config import DRAIN_S
 from memserve.base.errors import UserError
 from memserve.system.secrets import Followed
@@ -46,6 +46,8 @@ _BY_ID = (
 
 _NO_MODEL = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """What the router answers without the model's instances."""
+_LISTS = ("/v1/models/", "/models/")
+"""What the owner answers where models come and go: all routers say the same."""
 _ENGINES = "/engines"
 """Servers of other projects come and go below it."""
 _LOOK_S = 0.05
@@ -160,6 +162,9 @@ class ModelFront:
             await self.table.parts[0].app(scope, receive, send)
             return
         path, relayed = scope["path"], self.table.relayed
+        if self.table.owners is not None and f"{path}/".startswith(_LISTS):
+            await self._ask_owner("The list of models", scope, receive, send)
+            return
         if any(pattern.match(path.rstrip("/") or "/") for pattern in self._own_paths):
             await self._own_app(scope, receive, send)
             return
@@ -170,6 +175,9 @@ class ModelFront:
             name, receive = await self._named_model(scope, receive)
             if name is None and path.startswith(_BY_ID):
                 await self._ask_in_turn(scope, receive, send)
+            elif self.table.is_owners(name) and (name is not None or _needs_model(scope)):
+                feature = "The first model" if name is None else f"The model `{name}`"
+                await self._ask_owner(feature, scope, receive, send)
             elif relayed is not None and name is not None and self.table.is_relayed(name):
                 await relayed.app(scope, receive, send)
             else:
@@ -177,6 +185,10 @@ class ModelFront:
                 await _answer_awake(part, part.app, scope, receive, send)
         except ApiError as error:  # of the front itself: a model's application answers its own
             await send_error(scope, send, error)
+
+    async def _ask_owner(self, feature: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Any own model's application checks the request, and hands it on."""
+        await self.table.parts[0].app({**scope, OWNER_ANSWERS: feature}, receive, send)
 
     async def _named_model(self, scope: Scope, receive: Receive) -> tuple[str | None, Receive]:
         """The model that a request names, and its body to be read again. Reads none of clients without a key."""
@@ -248,6 +260,7 @@ class ModelFront:
         the only model."""
         async with self._changing:
             part = self.table.part_called(name)
+            _refuse_shared(part, "go")
             if len(self.table.parts) == 1:
                 raise UserError(f"{name} is the only model", hint="add another one first, or end the server")
             # first, so that no new request finds it
@@ -265,6 +278,7 @@ class ModelFront:
     async def set_asleep(self, name: str, is_asleep: bool) -> ModelPart:
         """Put a model to sleep, or wake it. Raises :class:`ApiError` 409 while requests are open."""
         part = self.table.part_called(name)
+        _refuse_shared(part, "sleep")
         if part.sleep is None:
             raise ApiError(
                 409, f"The model `{name}` cannot sleep: its instances are not this server's", code="no_sleep"
@@ -370,9 +384,23 @@ async def _model_state(part: ModelPart) -> dict[str, Any]:
     return {"name": part.name, "source": part.source, "state": await part.state_text(), **requests}
 
 
+def _refuse_shared(part: ModelPart, what: str) -> None:
+    if part.has_routers():
+        message = (
+            f"The model `{part.name}` cannot {what}: other routers place its requests as well. Models with sleep-after,"
+            " and those that were added, are this router's alone"
+        )
+        raise ApiError(409, message, code="model_shared")
+
+
+def _needs_model(scope: Scope) -> bool:
+    """Whether a request is for a model's instances."""
+    return scope["method"] == "POST" and is_work(scope["path"]) and scope["path"] not in _NO_MODEL
+
+
 async def _answer_awake(part: ModelPart, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """``app`` answers; before that the model is woken, if the request needs it."""
-    if part.sleep is None or scope["method"] != "POST" or not is_work(scope["path"]) or scope["path"] in _NO_MODEL:
+    if part.sleep is None or not _needs_model(scope):
         await app(scope, receive, send)
         return
     try:

@@ -32,6 +32,8 @@ class ModelPart:
     """None: it is always awake."""
     source: str = ""
     """As it was configured."""
+    has_routers: Callable[[], bool] = lambda: False
+    """Whether other routers place requests for it as well: it neither goes nor sleeps."""
 
     @property
     def names(self) -> ModelNames:
@@ -45,6 +47,17 @@ class ModelPart:
             return ASLEEP
         text: str = await self.app.state.pages.state_text()
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersModels:
+    """For a router beside the owner: models that the owner alone answers for, and has this router hand on. Which others
+    have come there it knows alone, too."""
+
+    names: tuple[str, ...] = ()
+    """Of those that may sleep: it is the owner that wakes them."""
+    has_default: bool = False
+    """Whether requests that name no model are for one of them."""
 
 
 class RelayedModels(Protocol):
@@ -79,9 +92,12 @@ class RelayedModels(Protocol):
 class ModelTable:
     """All models of one server."""
 
-    def __init__(self, parts: Sequence[ModelPart], relayed: RelayedModels | None = None) -> None:
-        """``parts``: the default first. ``relayed``: None: there are no other servers."""
-        self.parts, self.relayed = list(parts), relayed
+    def __init__(
+        self, parts: Sequence[ModelPart], relayed: RelayedModels | None = None, owners: OwnersModels | None = None
+    ) -> None:
+        """``parts``: the default first. ``relayed``: None: there are no other servers. ``owners``: None: this server
+        decides which models there are."""
+        self.parts, self.relayed, self.owners = list(parts), relayed, owners
         if relayed is not None:
             relayed.hide_models(self._find_listed)
 
@@ -100,6 +116,14 @@ class ModelTable:
     def is_relayed(self, name: str) -> bool:
         """Whether another server answers for the model of this name: it lists it, and no own model does."""
         return self.relayed is not None and name in self.relayed.model_names()
+
+    def is_owners(self, name: str | None) -> bool:
+        """Whether the owner answers for the model of this name (None: the default), or says that there is none."""
+        if self.owners is None or name is None:
+            return self.owners is not None and self.owners.has_default
+        if name.casefold() in (owners_name.casefold() for owners_name in self.owners.names):
+            return True
+        return self.find_part(name) is None and not self.is_relayed(name)
 
     def part_named(self, name: str | None) -> ModelPart:
         """The own model that a request names; None: the default. Raises :class:`ApiError` 404, which says what there

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from memserve.api.http.client import HttpCall, HttpFault
 from memserve.base.config import ClusterConfig
@@ -37,7 +37,9 @@ from memserve.fleet.messages import (
     TimePassed,
 )
 from memserve.kv.identity import DEFAULT_KEY
-from memserve.protocol.events import RejectRequest
+from memserve.protocol.events import RejectRequest, Send
+from memserve.protocol.messages import AnyMessage
+from memserve.protocol.peers import Peer
 from memserve.system.secrets import Followed
 
 log = logging.getLogger(__name__)
@@ -105,6 +107,19 @@ def _drop_result(task: asyncio.Task[Any]) -> None:
         task.exception()
 
 
+class RouterLinks(Protocol):
+    """Connections to the other routers of these engines."""
+
+    async def open(self) -> None:
+        """Begin to connect."""
+
+    def send_message(self, to: Peer, message: AnyMessage) -> None:
+        """What ``to`` is told, if it is there still."""
+
+    async def close(self) -> None:
+        """End all."""
+
+
 class FleetHost:
     """The machine and what it needs of the world. All of it in one event loop."""
 
@@ -122,7 +137,15 @@ class FleetHost:
         that there are to be, for what follows them; None: they join and leave here."""
         self.specs = {spec.name: spec for spec in specs}
         self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.of_constant(engine_key)
-        self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
+        self.machine = Fleet(
+            list(specs),
+            config,
+            identity_key=identity_key,
+            prefill_tokens=prefill_tokens,
+            is_follower=listed is not None,
+        )
+        #: to the other routers that share an admission; None: there are none
+        self.links: RouterLinks | None = None
         self._tickets: dict[str, Ticket] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._replays: dict[str, asyncio.Task[None]] = {}
@@ -146,7 +169,10 @@ class FleetHost:
     # -- life
 
     async def start(self) -> None:
-        """Look at every engine once, and go on looking."""
+        """Look at every engine once, and go on looking. Raises :class:`UserError` where other routers could not reach
+        this one."""
+        if self.links is not None:
+            await self.links.open()
         await asyncio.gather(*(self._follow_engine(spec) for spec in self.specs.values()))
         for view in self.machine.engine_views():
             if not view.up:
@@ -196,7 +222,9 @@ class FleetHost:
         self.on_engines_changed([spec for name, spec in self.specs.items() if name not in self._leaving])
 
     async def close(self) -> None:
-        """Stop looking and listening."""
+        """Stop looking and listening, when the routers that ask this one for admission have ended."""
+        if self.links is not None:
+            await self.links.close()
         tasks = [*itertools.chain.from_iterable(self._tasks.values()), *self._replays.values(), *self._list_tasks]
         for task in tasks:
             task.cancel()
@@ -258,6 +286,10 @@ class FleetHost:
             self._replays[action.engine] = asyncio.create_task(
                 self.client.read_replay(self.specs[action.engine], action.first)
             )
+            return
+        if isinstance(action, Send):
+            if self.links is not None:
+                self.links.send_message(action.to, action.message)
             return
         if isinstance(action, EngineGone):
             del self.specs[action.name]

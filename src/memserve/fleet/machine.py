@@ -50,14 +50,16 @@ from memserve.fleet.messages import (
     PromptComputed,
     PromptSpace,
     ReplayEnded,
+    RouterJoined,
+    RouterLeft,
     TimePassed,
 )
+from memserve.fleet.routers.admission import FleetAdmission
 from memserve.kv.identity import DEFAULT_KEY
-from memserve.protocol.events import RejectRequest
-from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.protocol.events import MessageArrived, RejectRequest
+from memserve.router.admission.controller import Rejection
 from memserve.router.admission.needs import with_operator_settings
 from memserve.router.members.loads import Charge, LoadTable, Work
-from memserve.router.members.registry import Registry
 from memserve.router.outbox import Timers
 from memserve.router.placement.candidates import Ask, Candidate, Route
 from memserve.router.placement.prefix_directory import Trees
@@ -125,14 +127,18 @@ class Fleet:
         *,
         identity_key: bytes = DEFAULT_KEY,
         prefill_tokens: int = PREFILL_TOKENS,
+        is_follower: bool = False,
     ) -> None:
-        """``prefill_tokens``: uncached tokens that are worth a second engine."""
+        """``prefill_tokens``: uncached tokens that are worth a second engine. ``is_follower``: another router decides
+        on admission, where there is any."""
         self.config, self._prefill_tokens = config, prefill_tokens
         self._decide = policy_named(config.policy)
         self._timers, self._loads, self._actions = Timers(), LoadTable(), list[FleetAction]()
         self._trees = Trees(config, self._timers, Counters(), identity_key)
-        self._admission = AdmissionController(config.admission, config.policy, Registry(), self._loads)
         self._entries: dict[str, _Entry] = {}
+        self._admission = FleetAdmission(
+            config, self._loads, self._timers, self._place_admitted, self._reject_request, is_follower=is_follower
+        )
         self._engines = Engines(specs, config, self._loads, self._trees, self._actions.append, identity_key)
         self._handlers = self._handlers_of_events()
 
@@ -154,6 +160,9 @@ class Fleet:
             ReplayEnded: lambda event, _: engines.on_replay_ended(event),
             EngineJoined: lambda event, _: engines.add_engine(event.spec),
             EngineLeft: lambda event, _: engines.remove_engine(event),
+            RouterJoined: self._admission.on_router_joined,
+            RouterLeft: self._admission.on_router_left,
+            MessageArrived: self._admission.on_message,
             TimePassed: lambda _event, _now_ns: None,
         }
 
@@ -161,8 +170,8 @@ class Fleet:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
         self._handlers.get(type(event), refuse_event)(event, now_ns)
         self._timers.run_due(now_ns)
-        self._admit_waiting(now_ns)
-        actions = self._actions.copy()
+        self._admission.admit_waiting(now_ns)
+        actions = [*self._actions, *self._admission.take_messages(now_ns)]
         self._actions.clear()
         return actions
 
@@ -176,32 +185,10 @@ class Fleet:
         if not self._open_for(entry):
             self._fail_request(entry, now_ns)
             return
-        rejection = self._admission.enqueue_request(state, now_ns)
-        if rejection is None:
-            self._admit_waiting(now_ns)
-            if not self._admission.is_waiting(state):
-                return
-            rejection = self._admission.reject_overflow(state)
-        if rejection is not None:
-            self._reject_request(rejection, now_ns)
-        until_ns = self._admission.wait_until_ns(state)
-        if until_ns is not None:
-            self._timers.arm(until_ns, self._on_wait_over, request.request_id)
+        self._admission.add_request(state, now_ns)
 
-    def _admit_waiting(self, now_ns: int) -> None:
-        while not self._admission.is_idle(now_ns):
-            while (state := self._admission.admit_next(now_ns)) is not None:
-                self._place_request(self._entries[state.request_id], now_ns)
-            rejection = self._admission.reject_unservable(now_ns)
-            if rejection is None:
-                return
-            self._reject_request(rejection, now_ns)
-
-    def _on_wait_over(self, request_id: str, now_ns: int) -> None:
-        entry = self._entries.get(request_id)
-        rejection = self._admission.reject_timed_out(entry.state, now_ns) if entry is not None else None
-        if rejection is not None:
-            self._reject_request(rejection, now_ns)
+    def _place_admitted(self, req: RequestState, now_ns: int) -> None:
+        self._place_request(self._entries[req.request_id], now_ns)
 
     def _reject_request(self, rejection: Rejection, now_ns: int) -> None:
         request_id, reason = rejection.req.request_id, rejection.reason
@@ -467,5 +454,4 @@ class Fleet:
                 request_ids,
             )
         self._trees.check_invariants()
-        stats = self._admission.snapshot()
-        check(stats.admitted == stats.released + stats.active, "an admitted request was not released once")
+        self._admission.check_invariants()

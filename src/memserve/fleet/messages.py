@@ -10,7 +10,8 @@ from memserve.base.errors import UserError
 from memserve.base.options import MANY, check_ranges, option
 from memserve.base.plugins import KV_EVENT_FORMATS
 from memserve.base.types import Request, Role
-from memserve.protocol.events import RejectRequest
+from memserve.protocol.events import MessageArrived, RejectRequest, Send
+from memserve.protocol.peers import Peer
 
 ENGINE_HINT = "for example --engine vllm=http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558"
 SILENCE_S = 600.0
@@ -345,13 +346,29 @@ class ReplayEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterJoined:
+    """Another router of these engines is connected: a follower, or, for a follower, the owner."""
+
+    peer: Peer
+    """Another one for each connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLeft:
+    """Its connection has ended."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Deadlines may have passed."""
 
 
 FleetEvent = (
     EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | PromptComputed | AnswerBegan
-    | AnswerEnded | AnsweredElsewhere | AttemptFailed | KvReceived | ReplayEnded | TimePassed
+    | AnswerEnded | AnsweredElsewhere | AttemptFailed | KvReceived | ReplayEnded | RouterJoined | RouterLeft
+    | MessageArrived | TimePassed
 )  # fmt: skip
 
 
@@ -418,7 +435,7 @@ class EngineGone:
     name: str
 
 
-FleetAction = ForwardRequest | Prefill | RejectRequest | GiveUp | Abort | RequestReplay | EngineGone
+FleetAction = ForwardRequest | Prefill | RejectRequest | GiveUp | Abort | RequestReplay | EngineGone | Send
 
 
 @dataclass(frozen=True, slots=True)

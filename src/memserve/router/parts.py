@@ -40,14 +40,18 @@ class RouterParts:
     """The router that this is, where another one is the owner."""
 
 
-class RequestFlow(Protocol):
-    """The way of requests, as those see it that change where a request stands on it."""
+class QueueFlow(Protocol):
+    """The way of requests up to their admission."""
 
     def enqueue_request(self, req: RequestState, now_ns: int) -> None:
         """Ask for the admission of a request that has entered."""
 
     def admit_waiting(self, now_ns: int) -> None:
         """Admit and place queued requests as long as there is room."""
+
+
+class RequestFlow(QueueFlow, Protocol):
+    """The way of requests, as those see it that change where a request stands on it."""
 
     def place_request(self, req: RequestState, now_ns: int) -> None:
         """Dispatch a request that is admitted; else it waits, or ends when waiting cannot help."""

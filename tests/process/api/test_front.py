@@ -14,6 +14,7 @@ import pytest
 
 from front_world import QUESTION, Front, running_front
 from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.model_table import ModelTable, OwnersModels
 from memserve.api.openai.interfaces import ModelNames
 from memserve.base.units import MIB
 from memserve.cli.doctor_cluster import examine_cluster
@@ -38,6 +39,15 @@ def test_a_model_is_found_before_what_another_calls_so(front: Front, monkeypatch
     monkeypatch.setitem(front.front.table.parts[0].app.state._state, "names", ModelNames("one", ["two", "three"]))
     table = front.front.table
     assert (front.ask(model="two"), table.find_part("three")) == ("I am the second", table.parts[0])
+
+
+def test_what_a_router_does_not_know_is_the_owners(front: Front) -> None:
+    parts, names = front.front.table.parts, ("one", "org/two", "THREE", "unknown", None)
+    table = ModelTable(parts, owners=OwnersModels(("Three",)))
+    assert [table.is_owners(name) for name in names] == [False, False, True, True, False]
+    hidden = ModelTable(parts, owners=OwnersModels(("org/two",), has_default=True))
+    assert hidden.is_owners(None) and hidden.is_owners("org/two"), "before what another model is called as well"
+    assert not any(front.front.table.is_owners(name) for name in names), "an owner asks no other router"
 
 
 def test_all_endpoints_find_their_model(front: Front) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from api_world import World, says, serve
 from fake_engine import FakeEngine
+from front_world import Front, running_front
+from memserve.api.model_table import OwnersModels
 from memserve.api.openai.paths import answer_as_owner
 from ports import free_port
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, chunk, scripted_engines, whole
@@ -239,3 +241,56 @@ def test_a_client_that_leaves_ends_the_owners_work(world: World, owner: Scripted
         next(answer.iter_raw())
         assert not left.is_set()
     assert left.wait(30)
+
+
+# -- models that are the owner's
+
+
+@pytest.fixture
+def front(owner: ScriptedEngine) -> Iterator[Front]:
+    """With ``one`` and ``two`` here, and ``three`` at the owner, which may have others."""
+    with running_front(api_keys=("team-a=key-of-a",)) as started:
+        started.engines["one"].owner_url = owner.url
+        started.front.table.owners = OwnersModels(("three",))
+        yield started
+
+
+@pytest.mark.parametrize("name", ["three", "THREE", "added"])
+def test_requests_for_its_models_are_the_owners(name: str, front: Front, owner: ScriptedEngine) -> None:
+    body = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+    answer = front.post("/v1/chat/completions", body, headers=HEADERS)
+    assert (answer.status_code, answer.content) == (201, DOCUMENT)
+    (asked,) = owner.asked
+    assert (asked.path, json.loads(asked.body)) == ("/v1/chat/completions", body)
+    assert asked.headers["authorization"] == "Bearer key-of-a"
+
+
+def test_requests_for_other_models_are_answered_here(front: Front, owner: ScriptedEngine) -> None:
+    body = {"model": "two", "messages": [{"role": "user", "content": "hi"}]}
+    answer = front.post("/v1/chat/completions", body, headers=HEADERS)
+    assert "I am the second" in answer.text and owner.asked == []
+
+
+def test_calls_about_models_are_the_owners(front: Front, owner: ScriptedEngine) -> None:
+    operator = {"authorization": "Bearer operators"}
+    calls = [("POST", "/models/three/sleep"), ("DELETE", "/models/three"), ("GET", "/models"), ("POST", "/models")]
+    for method, path in calls:
+        content = b'{"model": "x=/x"}' if path == "/models" and method == "POST" else b""
+        assert httpx.request(method, front.url + path, content=content, headers=operator).status_code == 201
+    assert [asked.path for asked in owner.asked] == [path for _, path in calls]
+    assert {asked.headers["authorization"] for asked in owner.asked} == {"Bearer operators"}
+
+
+def test_keys_are_checked_before_the_owner_is_asked(front: Front, owner: ScriptedEngine) -> None:
+    body = {"model": "three", "messages": [{"role": "user", "content": "hi"}]}
+    wrong = HEADERS | {"authorization": "Bearer x"}
+    assert front.post("/v1/chat/completions", body, headers=wrong).status_code == 401
+    assert front.get("/v1/models", headers=wrong).status_code == 401 and owner.asked == []
+
+
+def test_an_owner_with_tls_is_named(front: Front) -> None:
+    front.engines["one"].owner_url = "https://owner:8001"
+    body = {"model": "three", "messages": [{"role": "user", "content": "hi"}]}
+    answer = front.post("/v1/chat/completions", body, headers=HEADERS)
+    assert answer.status_code == 307 and answer.headers["location"] == "https://owner:8001/v1/chat/completions"
+    assert "The model `three` is the owner's alone" in answer.text

@@ -68,12 +68,6 @@ GREEDY = ChatSettings(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "--engine", "llamacpp=http://x:80,role=decode"], 1, "unknown", "vllm=http://"),
         (["serve", "--engine", "vllm=http://x:80", "--colocated", "1"], 1, "need a model", "--model"),
         (["serve", "--engine", "vllm=http://x:80,role=decode"], 1, "counterpart", "role=prefill"),
-        (
-            ["serve", "--engine", "vllm=http://x:80", "--routers", "2", "--admission", "bounded", "--max-active", "4"],
-            1,
-            "admission before other servers is one router's",
-            "--routers",
-        ),
         (["serve", "--engine", "vllm=http://x:80,format=x"], 1, "unknown format of KV events", "sglang"),
         (["serve", "--admission", "most"], 1, "unknown admission controller", "bounded"),
         (["store", "--listen", "127.0.0.1:7100", "--ssd", "tape://x=1GiB"], 1, "unknown store backend", "file"),

@@ -98,7 +98,6 @@ def test_a_store_for_all_and_one_for_a_model_contradict() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["--routers", "2", "--admin-key-file", "/k"], "with several routers, models neither come and go nor sleep"),
         (["--served-model-name", "x"], "models have two kinds of names"),
         (["--on", "ray"], "Ray places instances of one model"),
         (["--in-process"], "the model 'a' needs a router"),
@@ -108,3 +107,10 @@ def test_a_store_for_all_and_one_for_a_model_contradict() -> None:
 def test_what_named_models_do_not_go_with(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--model", "a=/a", "--model", "b=/b", "--metadata", "none", "--port", "0", *words]) == 1
     assert complaint in capsys.readouterr().err
+
+
+def test_further_routers_need_a_model_that_stays_awake(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--model", "a=/a,sleep-after=5", "--model", "b=/b,sleep-after=5"]
+    assert run(["serve", *models, "--routers", "2", "--metadata", "none", "--port", "0"]) == 1
+    complaint = capsys.readouterr().err
+    assert "models that sleep are the first router's alone" in complaint and "sleep-after of one model" in complaint

@@ -89,6 +89,8 @@ _RELAYED_PATHS = (
     "/v1/unload_lora_adapter", "/adapters",
 )  # fmt: skip
 _RELAYED = b"x-memserve-relayed"
+OWNER_ANSWERS = "memserve.owner_answers"
+"""In a scope: the owner answers, whatever the path; why it does."""
 _SILENCE_S = 600.0
 """How long the owner may say nothing in the middle of a request."""
 _FIELDS = ("document", "session_ttl_s", "kv_hints")
@@ -124,11 +126,13 @@ class OwnerOnly:
             return
         place = f"{scope['path']}/"
         path = next((path for path in _RELAYED_PATHS if place.startswith(f"{path}/")), None)
+        path = scope.get(OWNER_ANSWERS) or path
         if path is None or scope["method"] not in ("GET", "DELETE", "POST", "PUT"):  # this one says so, too
             await self._app(scope, receive, send)
         elif scope["method"] in ("GET", "DELETE"):
             await answer_as_owner(self._hub, path, scope, receive, send, b"")
-        elif path == _UPLOADS:
+        elif path == _UPLOADS or OWNER_ANSWERS in scope:
+            # calls about models may have no body, and the front has read the others up to what they may have
             await answer_as_owner(self._hub, path, scope, receive, send, None)
         else:
             async with json_body(scope, receive, self._edge) as body:

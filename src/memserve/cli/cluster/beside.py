@@ -29,12 +29,14 @@ if TYPE_CHECKING:
     from memserve.api.http.limits import Edge
     from memserve.api.model_table import RelayedModels
     from memserve.fleet.app import RelayedFleet
-    from memserve.fleet.host import FleetHost
+    from memserve.fleet.host import FleetHost, RouterLinks
 
 log = logging.getLogger(__name__)
 
 ENGINES = "engines"
 """Of the engines, in the folder of the metadata: the routers beside the owner read it, whichever owner writes it."""
+ADMISSION = "admission"
+"""The socket beside it, where routers of engines alone ask the first one for admission."""
 ENGINES_FLAG = "--engines-file"
 
 
@@ -160,6 +162,21 @@ def host_of(beside: EnginesBeside, config: ClusterConfig) -> FleetHost:
     if beside.file is not None:
         _tell_engines(host, beside.file)
     return host
+
+
+def links_of(host: FleetHost, beside: EnginesBeside, drain_s: float) -> RouterLinks | None:
+    """How the routers of engines alone reach each other, to share an admission. None: there is none, or one router.
+    ``drain_s``: seconds that a router takes to end. Raises :class:`UserError` where that cannot be."""
+    from memserve.fleet.routers.links import OwnerLine, RouterDesk
+
+    if beside.file is None or not beside.config.admission.shared_mode:
+        return None
+    path = beside.file.with_name(ADMISSION)
+    if beside.router:
+        return OwnerLine(path, beside.router, host.post_event)
+    desk = RouterDesk(path, host.post_event, drain_s)
+    desk.bind_socket()
+    return desk
 
 
 def engine_lines(relayed: RelayedModels | None) -> list[str]:

@@ -21,7 +21,7 @@ from memserve.base.config import ClusterConfig
 from memserve.base.deployment import Followers, StoreOptions
 from memserve.base.errors import UserError
 from memserve.base.types import Role
-from memserve.cli.cluster.beside import fleet_app, host_of, with_engines_file
+from memserve.cli.cluster.beside import fleet_app, host_of, links_of, with_engines_file
 from memserve.cli.cluster.http import followers_at, listening, own_listener, serve_app
 from memserve.cli.cluster.picker import Endpoints
 from memserve.cli.credentials import read_secret
@@ -38,7 +38,7 @@ WITHOUT_MODEL = "without_model"
 ``--model`` is for the bundled one."""
 
 
-def refuse_members(config: ClusterConfig, store: StoreOptions | None, routers: int) -> None:
+def refuse_members(config: ClusterConfig, store: StoreOptions | None) -> None:
     """Raise :class:`UserError` for options that do not go together with ``--engine`` without ``--model``. ``store``
     None: instances are asked for as well."""
     if store is None:
@@ -48,20 +48,18 @@ def refuse_members(config: ClusterConfig, store: StoreOptions | None, routers: i
     if config.admission.counts_memory:
         hint = "use --admission bounded --max-active N"
         raise UserError("the memory of other servers is not known block by block", hint=hint, param="mode")
-    if routers > 1 and config.admission.shared_mode:
-        hint = "leave out --routers, or --admission"
-        raise UserError("admission before other servers is one router's", hint=hint, param="routers")
 
 
 def run_fleet(http: HttpOptions, beside: EnginesBeside, store: StoreOptions | None, routers: int) -> None:
     """Bind, look at the engines of ``beside``, serve, drain; with further routers as children. Raises
     :class:`UserError` for wrong options, as :func:`refuse_members` does."""
-    refuse_members(beside.config, store, routers)
+    refuse_members(beside.config, store)
     started = time.perf_counter()
     with ExitStack() as stack:
         http = stack.enter_context(with_engines_file(http, None, is_shared=routers > 1))
         beside = http.beside or beside
         host = host_of(beside, beside.config)
+        host.links = links_of(host, beside, http.server.drain_s)
         listeners = [stack.enter_context(listening(http, is_shared=routers > 1))]
         on_end: Callable[[], None] = lambda: None  # noqa: E731  # as the further routers' below
         if routers > 1:
@@ -85,6 +83,7 @@ def run_fleet(http: HttpOptions, beside: EnginesBeside, store: StoreOptions | No
 def run_further_router(http: HttpOptions, beside: EnginesBeside) -> None:
     """A router beside that of :func:`run_fleet`, which has started it, and says in a file which engines there are."""
     host = host_of(beside, beside.config)
+    host.links = links_of(host, beside, http.server.drain_s)
     with listening(http, is_shared=True) as listener:
         _serve_fleet(host, beside.fleet, [listener], http, list)
 
@@ -94,7 +93,7 @@ def _further_routers(followers: Followers, routers: int) -> Iterator[Callable[[]
     """Routers of the same engines, kept alive as long as the block runs; what it is given begins their end."""
     from memserve.host.supervisor import ChildOrder, ChildStart, Supervisor
 
-    flags = ("--join", "127.0.0.1:1", *followers.flags)  # the owner is asked for nothing
+    flags = ("--join", "127.0.0.1:1", *followers.flags)  # there is no cluster to join
     orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, routers + 1)]
     start = ChildStart(secrets.token_hex(16), {**followers.keys, WITHOUT_MODEL: True})
     supervisor = Supervisor(orders, start, lambda name, how: log.error("%s has ended: %s", name, how))

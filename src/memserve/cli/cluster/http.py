@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memserve.api.front import ModelAdmin, ModelFront
     from memserve.api.http.limits import Edge
     from memserve.api.http.server import DrainedApp
-    from memserve.api.model_table import ModelPart, RelayedModels
+    from memserve.api.model_table import ModelPart, OwnersModels, RelayedModels
     from memserve.api.openai.interfaces import ServingEngine
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.loader import LoadedModel
@@ -177,13 +177,14 @@ def _front_of_one(
 
 def open_front(
     parts: Sequence[ModelPart], http: opt.HttpOptions, edge: Edge, batches_folder: Path | None = None,
-    admin: ModelAdmin | None = None,
+    admin: ModelAdmin | None = None, owners: OwnersModels | None = None,
 ) -> ModelFront:  # fmt: skip
-    """What answers for ``parts``, and for the models of other servers that ``http`` names, whose fleet it opens."""
+    """What answers for ``parts``, and for the models of other servers that ``http`` names, whose fleet it opens.
+    ``owners``: as of :class:`memserve.api.model_table.ModelTable`."""
     from memserve.api.front import ModelFront, ServerKeys
     from memserve.api.model_table import ModelTable
 
-    table = ModelTable(parts, open_beside(http, edge))
+    table = ModelTable(parts, open_beside(http, edge), owners)
     keys = ServerKeys(http.api_keys.follow_keys(), http.metrics_keys.follow_keys())
     return ModelFront(table, edge, keys=keys, config=http.api, batches_folder=batches_folder, admin=admin)
 

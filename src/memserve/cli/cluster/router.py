@@ -27,7 +27,7 @@ from memserve.cli.cluster.fleet import WITHOUT_MODEL, run_further_router
 from memserve.cli.cluster.http import Served, serve_until_signal
 from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listen_host, own_host_to
 from memserve.cli.cluster.models import Models, NamedModel, read_models, slug_of
-from memserve.cli.cluster.several import FollowedModel, serve_followed
+from memserve.cli.cluster.several import FollowedModel, refuse_only_sleepers, serve_followed
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
 from memserve.cli.output import print_lines
 from memserve.fleet.messages import FleetOptions
@@ -38,6 +38,7 @@ from memserve.transport.member_place import MemberPlace
 from memserve.transport.network_devices import join_addresses, with_port
 
 if TYPE_CHECKING:
+    from memserve.api.model_table import OwnersModels
     from memserve.host.router import RouterEngine
     from memserve.model.loading.card import RemoteModel
 
@@ -170,12 +171,14 @@ def run_follower(
     from memserve.system.memory import keep_heap_small
 
     keep_heap_small()
-    adapters = [read_adapters(model.engine.lora) for model in models]
+    awake_models = [model for model in models if model.sleep_after_s is None]
+    refuse_only_sleepers(models)
+    adapters = [read_adapters(model.engine.lora) for model in awake_models]
     refused: list[str] = []
     try:
         with signals_raise(), ExitStack() as stack:
             followed = []
-            for number, (model, loras) in enumerate(zip(models, adapters, strict=True)):
+            for number, (model, loras) in enumerate(zip(awake_models, adapters, strict=True)):
                 suffix = f"-{slug_of(model.name)}" if number else ""  # members have one name for one router
                 own_place = replace(place, name=place.name + suffix, model=model.name)
                 router = stack.enter_context(running_router(model.engine, own_place, print_line))
@@ -186,7 +189,7 @@ def run_follower(
             port = http.server.port
             with bind(http.server.host, port, is_shared=port != 0) as listener:
                 if models[0].name:
-                    serve_followed(followed, listener, http, started)
+                    serve_followed(followed, _owners_models(models, http.server), listener, http, started)
                 else:
                     served = Served(followed[0].engine, followed[0].card)
                     serve_until_signal(served, models[0].engine.model, adapters[0], [listener], http, started)
@@ -194,6 +197,16 @@ def run_follower(
         pass
     for why in refused:
         _check_accepted(why)
+
+
+def _owners_models(models: Sequence[NamedModel], server: ServerConfig) -> OwnersModels | None:
+    """What of ``models``, and of those that come later, the owner answers for alone. None: nothing."""
+    from memserve.api.model_table import OwnersModels
+
+    names = tuple(model.name for model in models if model.sleep_after_s is not None)
+    if not names and server.admin_key_file is None:
+        return None
+    return OwnersModels(names, has_default=models[0].name in names)
 
 
 def _note_refusal(router: RouterEngine, refused: list[str]) -> None:

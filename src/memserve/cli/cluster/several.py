@@ -57,7 +57,7 @@ from memserve.store.host.files import stored_secret
 from memserve.system.secrets import Followed, as_followed
 
 if TYPE_CHECKING:
-    from memserve.api.model_table import ModelPart
+    from memserve.api.model_table import ModelPart, OwnersModels
     from memserve.api.sleeping import ModelSleep
     from memserve.host.router import RouterEngine
     from memserve.model.loading.card import RemoteModel
@@ -84,10 +84,15 @@ def _check_options(models: Sequence[NamedModel], http: opt.HttpOptions, options:
         raise UserError("models have two kinds of names", hint=hint, param="served_model_name")
     if options.placement.remote_place is not None or READS.get() is not None:
         raise UserError("Ray places instances of one model", hint="--model PATH, without a name", param="on")
-    changes = http.server.admin_key_file is not None or any(model.sleep_after_s is not None for model in models)
-    if options.routers > 1 and changes:
-        hint = "leave out --routers, or --admin-key-file and sleep-after"
-        raise UserError("with several routers, models neither come and go nor sleep", hint=hint, param="routers")
+    if options.routers > 1:
+        refuse_only_sleepers(models)
+
+
+def refuse_only_sleepers(models: Sequence[NamedModel]) -> None:
+    """Raise :class:`UserError` for ``models`` that leave nothing to do for a router beside the owner."""
+    if all(model.sleep_after_s is not None for model in models):
+        hint = "leave out --routers, or sleep-after of one model"
+        raise UserError("models that sleep are the first router's alone", hint=hint, param="routers")
 
 
 def run_models(
@@ -108,7 +113,9 @@ def run_models(
         listeners = [stack.enter_context(listening(http, is_shared=is_shared))]
         if is_shared:
             listeners.append(stack.enter_context(own_listener(http.server.host, listeners[0])))
-        running = stack.enter_context(ModelSet(engine, _with_followers(plan, models, http, listeners), http, place))
+        shared_names = {model.name for model in models if is_shared and model.sleep_after_s is None}
+        plan = _with_followers(plan, models, http, listeners)
+        running = stack.enter_context(ModelSet(engine, plan, http, place, shared_names))
         running.open_models(models)
         admin = None if admin_key is None else ModelAdmin(running, admin_key, http.server.drain_s)
         front = open_front(running.parts, http, running.edge, running.batches_folder, admin)
@@ -127,11 +134,13 @@ def run_models(
 def _with_followers(
     plan: Plan, models: Sequence[NamedModel], http: opt.HttpOptions, listeners: Sequence[socket.socket]
 ) -> Plan:
-    """``plan``, where the cluster of the first model starts the further routers, which are those of all models."""
+    """``plan``, where the cluster of the first model that does not sleep starts the further routers, which are those of
+    all models."""
+    first = next((model for model in models if model.sleep_after_s is None), models[0])
 
     def plan_model(model: NamedModel) -> ClusterOptions:
         options = plan(model)
-        if options.routers == 1 or model.name != models[0].name:
+        if options.routers == 1 or model.name != first.name:
             return dataclasses.replace(options, routers=1)
         followers = followers_at(listeners, http, options.config)
         model_flags = tuple(word for model in models for word in ("--model", model.text))
@@ -152,9 +161,11 @@ class FollowedModel:
 
 
 def serve_followed(
-    models: Sequence[FollowedModel], listener: socket.socket, http: opt.HttpOptions, started: float
-) -> None:
-    """Answer for all ``models``, beside their owner, until a signal asks for the end."""
+    models: Sequence[FollowedModel], owners: OwnersModels | None, listener: socket.socket, http: opt.HttpOptions,
+    started: float,
+) -> None:  # fmt: skip
+    """Answer for all ``models``, beside their owner, until a signal asks for the end. ``owners``: as of
+    :class:`memserve.api.model_table.ModelTable`."""
     from memserve.api.http.limits import Edge
     from memserve.api.metrics.http import ApiMetrics
     from memserve.api.model_table import ModelPart
@@ -165,11 +176,12 @@ def serve_followed(
         model, http_of = followed.model, _named_http(http, followed.model.name)
         app, _ = app_of(followed.engine, followed.card, model.engine.model, followed.adapters, http_of, edge=edge)
         parts.append(ModelPart(model.name, app, source=model.text))
-    front, url = open_front(parts, http, edge), http.api_url(listener.getsockname()[1])
+    front, url = open_front(parts, http, edge, owners=owners), http.api_url(listener.getsockname()[1])
 
     def ready_lines() -> list[str]:
         seconds = time.perf_counter() - started
-        text = ready_text([part.name for part in parts], url, seconds, http.api_keys.are_given)
+        names = [*(part.name for part in parts), *(owners.names if owners is not None else ())]
+        text = ready_text(names, url, seconds, http.api_keys.are_given)
         return [text, *engine_lines(front.table.relayed)]
 
     serve_app(front, [listener], http, ready_lines, lambda: None)
@@ -194,11 +206,16 @@ class ModelSet:
 
     A context: what was opened inside ends with it."""
 
-    def __init__(self, engine: EngineOptions, plan: Plan, http: opt.HttpOptions, place: MetadataPlace) -> None:
+    def __init__(
+        self, engine: EngineOptions, plan: Plan, http: opt.HttpOptions, place: MetadataPlace,
+        shared_names: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """``shared_names``: of models for which further routers place requests."""
         from memserve.api.http.limits import Edge
         from memserve.api.metrics.http import ApiMetrics
 
         self._engine, self._plan, self._http, self._place = engine, plan, http, place
+        self._shared_names = shared_names
         self._stack = ExitStack()
         self._clusters: dict[str, _Cluster] = {}
         self._running: dict[str, RunningCluster] = {}
@@ -322,7 +339,12 @@ class ModelSet:
             raise
         self._running[model.name] = running
         self.lines += [f"{model.name}: {line}" for line in [running.text, *precision_lines(card, adapters)]]
-        return ModelPart(model.name, app, _sleep_of(cluster, running), model.text)
+
+        def has_routers() -> bool:
+            members = running.engine.members().values()  # those of `memserve router` on other hosts are, too
+            return model.name in self._shared_names or any(info.role is Role.ROUTER for info in members)
+
+        return ModelPart(model.name, app, _sleep_of(cluster, running), model.text, has_routers)
 
     def _read_added(self) -> list[str]:
         path = self._added_path

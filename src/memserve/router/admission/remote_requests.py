@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
 from memserve.protocol.admission import (
@@ -28,11 +29,13 @@ from memserve.protocol.admission import (
     AttemptPlacement,
 )
 from memserve.protocol.peers import Holder, Peer
-from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.router.admission.controller import AdmissionController, Rejection, RequestAdmission
 from memserve.router.admission.needs import with_operator_settings
-from memserve.router.members.registry import Member, MemberState
-from memserve.router.parts import RequestFlow, RouterParts
+from memserve.router.members.registry import Member, MemberState, Registry
+from memserve.router.outbox import Outbox, Timers
+from memserve.router.parts import QueueFlow, RouterParts
 from memserve.router.placement.candidates import Candidate, Route
+from memserve.router.placement.placer import Placement
 from memserve.router.requests.requests import Attempt, RequestCause, RequestPhase, RequestState, RequestTable
 
 LEASE_SHARE = 2
@@ -64,14 +67,54 @@ class _Follower:
     is_answered: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionTables:
+    """What the owner admits by."""
+
+    config: ClusterConfig
+    registry: Registry
+    admission: RequestAdmission
+    timers: Timers
+    outbox: Outbox
+
+
+class RemoteAttempts:
+    """Where remote requests run, for an owner that has instances."""
+
+    def __init__(self, parts: RouterParts, requests: RequestTable) -> None:
+        self._admission, self._placer, self._requests = parts.admission, parts.placer, requests
+        self._sessions, self._named_prefixes = parts.sessions, parts.named_prefixes
+
+    def choose_placement(self, req: RequestState) -> Placement | None:
+        """Instances with room for ``req``. None: room is not counted."""
+        return self._placer.choose_placement(req) if self._admission.memory.is_counting else None
+
+    def start_attempt(
+        self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int
+    ) -> None:
+        """``req`` runs at ``members``: room is kept for it there."""
+        first, decode_at = members[0], members[1] if len(members) > 1 else None
+        number = self._requests.next_number()
+        candidate = Candidate(first.number, first.name, first.info.role, first.info.host_id)
+        route = Route(candidate, None, "its follower decides")
+        name = f"{req.request_id}#{number}"
+        req.attempt = attempt = Attempt(
+            name, number, first, decode_at, holders, route, now_ns, now_ns, list(members), []
+        )
+        req.change_phase(RequestCause.DISPATCHED)
+        for handle in self._admission.memory.reserve_for_attempt(req, attempt):
+            self._named_prefixes.evict_pin(handle)
+        self._sessions.record_route(req.request.tenant, req.request.session, attempt.involved)
+
+
 class RemoteRequests:
     """All and only the remote requests that have not ended."""
 
-    def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
-        self._config, self._registry, self._requests = parts.config, parts.tables.registry, requests
-        self._admission, self._placer, self._flow = parts.admission, parts.placer, flow
-        self._sessions, self._named_prefixes = parts.sessions, parts.named_prefixes
-        self._timers, self._outbox = parts.timers, parts.outbox
+    def __init__(self, tables: AdmissionTables, flow: QueueFlow, attempts: RemoteAttempts | None) -> None:
+        """``attempts`` None: there are no instances, and where requests run does not matter."""
+        self._config, self._registry, self._admission = tables.config, tables.registry, tables.admission
+        self._timers, self._outbox = tables.timers, tables.outbox
+        self._flow, self._attempts = flow, attempts
         self._followers: dict[Peer, _Follower] = {}
         self._by_id: dict[str, _RemoteRequest] = {}
         self._unreported_followers: dict[
@@ -172,9 +215,10 @@ class RemoteRequests:
                 self._abandon_attempt(remote, attempt)
             members = [self._registry.get(peer) for peer in place.at]
             present_members = [member for member in members if member is not None and member.has_model]
-            if present_members and len(present_members) == len(members) and not self._is_back_soon(place):
+            are_all_present = bool(present_members) and len(present_members) == len(members)
+            if self._attempts is not None and are_all_present and not self._is_back_soon(place):
                 req.emitted[0] = [0] * place.emitted
-                self._start_attempt(req, present_members, place.holders, now_ns)
+                self._attempts.start_attempt(req, present_members, place.holders, now_ns)
         remote.attempt = place.attempt
         if place.prefilled and req.attempt is not None:
             self._on_prefilled(req, req.attempt)
@@ -189,9 +233,9 @@ class RemoteRequests:
     def on_admitted(self, req: RequestState, now_ns: int) -> None:
         """``req`` is admitted: instances with room are kept for it until its follower tells where it is."""
         remote = self._by_id[req.request_id]
-        placement = self._placer.choose_placement(req) if self._admission.memory.is_counting else None
-        if placement is not None:
-            self._start_attempt(req, placement.members, placement.holders, now_ns)
+        placement = self._attempts.choose_placement(req) if self._attempts is not None else None
+        if self._attempts is not None and placement is not None:
+            self._attempts.start_attempt(req, placement.members, placement.holders, now_ns)
         self._followers[remote.peer].grants.append(self._make_grant(remote))
 
     def _make_grant(self, remote: _RemoteRequest) -> AdmissionGrant:
@@ -226,22 +270,6 @@ class RemoteRequests:
 
     def _on_hold_ended(self, _: None, now_ns: int) -> None:
         self._flow.admit_waiting(now_ns)
-
-    def _start_attempt(
-        self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int
-    ) -> None:
-        first, decode_at = members[0], members[1] if len(members) > 1 else None
-        number = self._requests.next_number()
-        candidate = Candidate(first.number, first.name, first.info.role, first.info.host_id)
-        route = Route(candidate, None, "its follower decides")
-        name = f"{req.request_id}#{number}"
-        req.attempt = attempt = Attempt(
-            name, number, first, decode_at, holders, route, now_ns, now_ns, list(members), []
-        )
-        req.change_phase(RequestCause.DISPATCHED)
-        for handle in self._admission.memory.reserve_for_attempt(req, attempt):
-            self._named_prefixes.evict_pin(handle)
-        self._sessions.record_route(req.request.tenant, req.request.session, attempt.involved)
 
     def _abandon_attempt(self, remote: _RemoteRequest, attempt: Attempt) -> None:
         self._admission.memory.release_attempt(attempt, completed=False)

@@ -22,7 +22,7 @@ from memserve.base.units import NS_PER_S, ns_from_s
 from memserve.protocol.messages import RETRY_S, Cancel, RequestRefused
 from memserve.protocol.records import EntryUsed
 from memserve.router.admission.controller import Rejection
-from memserve.router.admission.remote_requests import RemoteRequests
+from memserve.router.admission.remote_requests import AdmissionTables, RemoteAttempts, RemoteRequests
 from memserve.router.members.loads import Charge
 from memserve.router.members.registry import Member
 from memserve.router.outbox import Outbox
@@ -210,7 +210,8 @@ class Lifecycle:
         self._stripe_placer = StripePlacer(parts.config, tables.registry, tables.loads, self.requests)
         self.answers = ReplayLog(parts, self)
         self.request_counters = RequestCounters(parts.config, parts.placer, parts.outbox, parts.counters)
-        self.remote_requests = RemoteRequests(parts, self.requests, self)
+        admitted_by = AdmissionTables(parts.config, tables.registry, parts.admission, parts.timers, parts.outbox)
+        self.remote_requests = RemoteRequests(admitted_by, self, RemoteAttempts(parts, self.requests))
         self.migrations = Migrations(parts, self.requests)
         self.admission_flow = AdmissionFlow(parts, self.requests, self.remote_requests, self.answers, self)
 

@@ -1,0 +1,1 @@
+"""Several routers of the same engines."""
