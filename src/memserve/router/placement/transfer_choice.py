@@ -12,7 +12,8 @@ A prompt of several steps is pulled step by step, short ones that share a step a
 instance has cached is pulled meanwhile. Each layer that is reported makes the step longer (``CostModel.report_ns``),
 for this prompt and for those that wait behind it; and where the link carries less than the instance computes, or its
 checksums take longer, each of them waits for those before it. How many wait behind is not known: as many as wait
-before, as many again that come while those are computed, and again while these are. All rates are those that the instances have measured.
+before, as many again that come while those are computed, and again while these are. All rates are those that the
+instances have measured.
 """
 
 from __future__ import annotations
