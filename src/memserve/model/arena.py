@@ -15,13 +15,15 @@ from memserve import _core
 from memserve.base.errors import check
 from memserve.base.kv_layout import lower_page_bytes
 from memserve.base.types import AS_COMPUTED, CopyBlocks, KVGeometry, Tier
-from memserve.base.units import MIB
+from memserve.base.units import MIB, ceil_div
 from memserve.model.tier_file import TierFile
 
 Int32s = NDArray[np.int32]
 
 _COPY_THREADS = 2
-_HUGE_STEP_BYTES = 32 * MIB
+_HUGE_PAGE = 2 * MIB
+_HUGE_STEP_BYTES = 4 * MIB
+"""What a plan puts on huge pages at least while there is more to do: about 2 ms, for which all of its rows wait."""
 
 
 def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | None:
@@ -76,7 +78,8 @@ class KvArenas:
         self.shared: dict[Tier, _core.SharedArena] = {}
         self._pages = block_bytes // lower.page_bytes if lower is not None else 1  # of a block
         lower_bytes = self._pages * lower.lower_page_bytes if lower is not None else block_bytes
-        self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
+        # of the HBM arena, from its start: requested to be on huge pages, and used so far
+        self._huge_bytes, self._used_bytes = 0, 0
         self._workers = worker
         self._hbm_arena = hbm
         #: None: the lower tier ends with DRAM
@@ -105,22 +108,29 @@ class KvArenas:
         return self.hbm.data_ptr()
 
     def will_use(self, blocks: Sequence[int]) -> None:
-        """Prepare HBM blocks that attention is about to read.
+        """HBM blocks that attention is about to read, from this plan on: they are to lie on huge pages."""
+        if self._hbm_arena is not None and blocks:
+            self._used_bytes = max(self._used_bytes, (max(blocks) + 1) * self.block_bytes)
+
+    def prepare_pages(self, written_blocks: int) -> None:
+        """Put some of the used part of the arena on huge pages; a plan that writes ``written_blocks`` blocks waits.
 
         Shared memory comes in small pages, which cost attention a few per cent; so the used part of the arena is moved
-        to huge ones (the pool hands out low blocks first), where the operating system can do that.
+        to huge ones (the pool hands out low blocks first), where the operating system can do that. A little with each
+        plan, and as much as it computes: the KV of requests that come from elsewhere uses much at once, and no row may
+        wait until all of that has moved.
         """
         arena = self._hbm_arena
-        if arena is None or not blocks:
+        if arena is None or self._huge_bytes >= self._used_bytes:
             return
-        used_bytes = (max(blocks) + 1) * self.block_bytes
-        while self._huge_bytes < used_bytes:
-            step_bytes = min(_HUGE_STEP_BYTES, arena.nbytes - self._huge_bytes)
-            worker, workers = self._workers
-            own_bytes = -(-step_bytes // workers)  # the first touch of memory is slow
-            first = min(worker * own_bytes, step_bytes)
-            arena.collapse(self._huge_bytes + first, min(own_bytes, step_bytes - first))
-            self._huge_bytes += step_bytes
+        step_bytes = max(_HUGE_STEP_BYTES, written_blocks * self.block_bytes)
+        step_bytes = min(step_bytes, self._used_bytes - self._huge_bytes)
+        step_bytes = min(ceil_div(step_bytes, _HUGE_PAGE) * _HUGE_PAGE, arena.nbytes - self._huge_bytes)
+        worker, workers = self._workers
+        own_bytes = ceil_div(step_bytes, workers)  # the first touch of memory is slow
+        first = min(worker * own_bytes, step_bytes)
+        arena.collapse(self._huge_bytes + first, min(own_bytes, step_bytes - first))
+        self._huge_bytes += step_bytes
 
     def will_use_dram(self) -> None:
         """Steps are about to read and write DRAM themselves: here they do so in the order of the copies."""

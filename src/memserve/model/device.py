@@ -20,6 +20,7 @@ from memserve import _core
 from memserve.base.config import InstanceConfig, PoolConfig
 from memserve.base.errors import UserError, check
 from memserve.base.types import Tier, TokenLogprobs
+from memserve.base.units import ceil_div
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, SaveState, StepFinished, StepPlan
 from memserve.kv.contents import MoveTokens
 from memserve.model.arena import ArenaSizes, KvArenas, blocks_of, lower_pages
@@ -313,6 +314,7 @@ class ModelDevice(Device):
             self._parts.place_window(window)
         for placement in plan.place:
             self._place_by_layer(placement)
+        self._arenas.prepare_pages(ceil_div(sum(plan.counts), self._slots.block_tokens))
         self._slots.drop_late_tokens(plan.late_draws)
 
     def _move_tokens(self, move: MoveTokens) -> None:

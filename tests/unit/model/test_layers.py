@@ -67,28 +67,50 @@ def test_shared_arena_grows_onto_huge_pages_losslessly() -> None:
     """What is written before stays, and the memory is committed as far as it is used, not further."""
     arenas = KvArenas(ArenaSizes(block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0), shared=True)
     arenas.hbm[40] = 7
-    arenas.will_use([3])
-    assert arenas._huge_bytes == 32 << 20
+    arenas.will_use([3, 2])
+    arenas.prepare_pages(3)
+    assert arenas._huge_bytes == 4 << 20
     arenas.will_use([])
     arenas.will_use([95, 2])
-    assert arenas._huge_bytes == 96 << 20
+    while arenas._huge_bytes < 96 << 20:
+        arenas.prepare_pages(1)
     assert (arenas.hbm[40] == 7).all() and not arenas.hbm[39].any() and not arenas.hbm[95].any()
 
 
+class RecordingArena:
+    """What a real one is asked to put on huge pages."""
+
+    nbytes = 77 << 20
+
+    def __init__(self) -> None:
+        self.prepared: list[tuple[int, int]] = []
+
+    def collapse(self, offset: int, size: int) -> None:
+        self.prepared.append((offset, offset + size))
+
+
+def test_no_plan_prepares_much_more_than_it_writes() -> None:
+    """KV that comes from elsewhere uses much of the memory at once: rows of other requests do not wait for that."""
+    arenas = KvArenas(ArenaSizes(block_bytes=1 << 20, hbm_blocks=0, dram_blocks=0))
+    arenas._hbm_arena = arena = RecordingArena()
+    arenas.will_use([70])
+    plans = 0
+    while arenas._huge_bytes < 71 << 20:
+        arenas.prepare_pages(20 if plans == 3 else 1)
+        plans += 1
+    sizes = [(end - start) >> 20 for start, end in arena.prepared]
+    assert sizes[:5] == [4, 4, 4, 20, 4] and max(sizes[4:]) <= 4
+    assert len(sizes) == plans
+
+
 def test_workers_prepare_every_piece_of_their_memory_once() -> None:
-    prepared: list[tuple[int, int]] = []
-
-    class Arena:
-        nbytes = 77 << 20
-
-        def collapse(self, offset: int, size: int) -> None:
-            prepared.append((offset, offset + size))
-
+    arena = RecordingArena()
     for worker in range(3):
         arenas = KvArenas(ArenaSizes(block_bytes=1 << 20, hbm_blocks=0, dram_blocks=0), worker=(worker, 3))
-        arenas._hbm_arena = Arena()
-        arenas.will_use([10])
-        arenas.will_use([76, 40])
-        arenas.will_use([3])
-    ends = [0, *(end for _, end in sorted(prepared))]
-    assert [start for start, _ in sorted(prepared)] == ends[:-1] and ends[-1] == 77 << 20 and len(prepared) == 9
+        arenas._hbm_arena = arena
+        for blocks in ([10], [76, 40], [3]):
+            arenas.will_use(blocks)
+            arenas.prepare_pages(40)
+    ends = [0, *(end for _, end in sorted(arena.prepared))]
+    assert [start for start, _ in sorted(arena.prepared)] == ends[:-1] and ends[-1] == 77 << 20
+    assert len(arena.prepared) == 9

@@ -91,6 +91,9 @@ class GpuArenas:
             if mark is not None:
                 self._gpu.compute.wait_for(mark)
 
+    def prepare_pages(self, written_blocks: int) -> None:
+        """A GPU's memory needs no preparing: it is there from the start."""
+
     def will_use_dram(self) -> None:
         """What is computed from now on reads and writes DRAM behind what went down."""
         if self._down_mark is not None:
