@@ -520,10 +520,8 @@ class PreemptionModel:
         return self._encoded_costs
 
     def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
-        """Expected time of a step; 0: none of its kind was measured yet."""
-        if not prefill_tokens:
-            return self.decode_ns if decode_rows else 0
-        if not self.samples:
+        """Expected time of a step; 0: it has no prefill, or no step with prefill was measured yet."""
+        if not (prefill_tokens and self.samples):
             return 0
         return self.model.prefill.batch_ns(prefill_tokens + decode_rows, prefill_pairs)
 

@@ -22,9 +22,9 @@ def new_instance(costs: PreemptionCosts | None = None) -> Instance:
     return Instance(InstanceConfig(512, pool=PoolConfig(64), scheduler=scheduler), 4, costs or known)
 
 
-def arrival(name: str, tokens: int, tenant: str = "", max_tokens: int = 4) -> RequestArrived:
+def arrival(name: str, tokens: int, tenant: str = "") -> RequestArrived:
     prompt = np.arange(tokens, dtype=np.int32) % 50
-    return RequestArrived(Request(name, prompt, SamplingParams(), StopParams(max_tokens=max_tokens), tenant=tenant))
+    return RequestArrived(Request(name, prompt, SamplingParams(), StopParams(max_tokens=4), tenant=tenant))
 
 
 def plans(actions: list[Action]) -> list[StepPlan]:
@@ -56,18 +56,3 @@ def test_short_steps_and_unknown_ones_are_planned_ahead() -> None:
     assert sum(first.counts) == sum(second.counts) == 32, "nothing is known of this device's speed"
     quick = PreemptionCosts(profile=CostModel(prefill=PrefillCurve(0.0, 1000.0, 0.0)))
     assert len(plans(new_instance(quick).handle(arrival("long", 96), 0))) == 2
-
-
-def test_newcomer_computes_behind_the_decode_step_under_way() -> None:
-    """Not one step later: a stream that comes from another instance would stand still for it."""
-    it, step_ns = new_instance(PreemptionCosts()), 5 * AHEAD_MAX_NS
-    under_way, now_ns = plans(it.handle(arrival("answer", 3, max_tokens=30), 0)), 0
-    for _ in range(6):
-        now_ns += step_ns
-        done = under_way.pop(0)
-        under_way += plans(it.handle(StepFinished(done.step_id, [1] * len(done.slots), step_ns), now_ns))
-    assert len(under_way) == 1 and under_way[0].counts == [1]
-    assert it.next_deadline_ns == now_ns + step_ns - AHEAD_MAX_NS
-    assert not plans(it.handle(arrival("newcomer", 7), now_ns + 3 * AHEAD_MAX_NS))
-    [following] = plans(it.handle(ClockTicked(), now_ns + step_ns - AHEAD_MAX_NS))
-    assert sorted(following.counts) == [1, 7]
