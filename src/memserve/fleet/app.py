@@ -32,7 +32,7 @@ from memserve.api.http.config import EdgeConfig
 from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
 from memserve.api.http.limits import Edge
 from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, json_page
-from memserve.api.metrics.families import COUNTER, GAUGE, Table, declared, families, with_old_names
+from memserve.api.metrics.families import COUNTER, GAUGE, Table, admission_families, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.paths import Probes, TrailingSlashes, redirect_to_owner
 from memserve.api.ui.feed import PageFeed
@@ -163,7 +163,7 @@ class FleetReading:
     def collect(self) -> Iterator[Metric]:
         """All families, with the values of this reading."""
         yield from families(FLEET_METRICS, [((view.name,), view) for view in self._engines], ("engine",))
-        yield from with_old_names(families(declared(AdmissionStats), [((), self._admission)]))
+        yield from with_old_names(admission_families(self._admission, names_tenants=False))
 
     @property
     def is_answered(self) -> bool:

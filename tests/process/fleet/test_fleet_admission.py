@@ -105,7 +105,7 @@ def test_no_more_run_than_may_whichever_router_is_asked(engine: HoldingEngine) -
     with TwoRouters(engine, active_max=3) as server:
         answers = [server.post_later(f"r{number}") for number in range(16)]
         eventually(lambda: engine.running == 3 and server.queued() == 13)
-        assert server.owner_metric("admission_active") == 3
+        assert server.owner_metric("admission_active") == 3 and server.owner_metric("admission_waiting") == 13
         engine.is_open.set()
         assert [answer.result(WAIT_S) for answer in answers] == [200] * 16
         assert engine.peak == 3

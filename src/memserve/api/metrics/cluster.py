@@ -5,16 +5,19 @@ Prometheus metrics of the stores in a cluster: what their last heartbeats with s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from memserve.api.metrics.families import (
     COUNTER,
     GAUGE,
     Table,
+    admission_families,
     block_bytes_family,
+    by_label,
+    counted_family,
     declared,
     families,
     layer_families,
@@ -26,7 +29,7 @@ from memserve.api.metrics.families import (
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_S
 from memserve.router.placement.reuse_ceiling import PromptTokens
-from memserve.router.report import AdmissionStats, ClusterStats, Counters
+from memserve.router.report import ClusterStats, Counters
 from memserve.store.disks.events import DiskCounters
 from memserve.store.machine.events import StoreCounters
 
@@ -167,7 +170,7 @@ def _cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(CHILD_METRICS, [((name,), child) for name, child in stats.children.items()], ("instance",))
     yield from scaling_families(stats.scaling)
     yield from _by_label(stats.cluster.counters)
-    yield from _admission(stats.cluster.admission, names_tenants)
+    yield from admission_families(stats.cluster.admission, names_tenants=names_tenants)
     yield from families(declared(PromptTokens), [((), stats.cluster.prompt_tokens)])
     if names_tenants:
         yield from tenant_ceiling_families(stats.cluster)
@@ -199,41 +202,13 @@ def _retained(cluster: Any) -> Metric:
 
 def _by_label(counters: Any) -> Iterator[Metric]:
     about = "Attempts sent to instances, by policy and by how the KV of the prompt comes about"
-    yield _counted("router_decisions", about, counters.decisions, "policy", "way")
+    yield counted_family("router_decisions", about, counters.decisions, "policy", "way")
     about = "Handoffs whose transfer mode --transfer auto has chosen, by mode"
-    yield _counted("router_transfers_chosen", about, _single(counters.transfers_chosen), "mode")
+    yield counted_family("router_transfers_chosen", about, by_label(counters.transfers_chosen), "mode")
     about = "Attempts to run a request that failed, by cause"
-    yield _counted("router_attempts_failed", about, _single(counters.attempts_failed), "cause")
+    yield counted_family("router_attempts_failed", about, by_label(counters.attempts_failed), "cause")
     about = "Sequences of answers that ended, by finish reason"
-    yield _counted("router_sequences", about, _single(counters.finished), "reason")
-
-
-def _counted(name: str, text: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
-    family = CounterMetricFamily(f"memserve_{name}", text, labels=list(labels))
-    for values, count in counts.items():
-        family.add_metric(list(values), float(count))
-    return family
-
-
-def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
-    return {(value,): count for value, count in counts.items()}
-
-
-def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
-    yield from families(declared(AdmissionStats), [((), admission)])
-    waiting = GaugeMetricFamily(
-        "memserve_admission_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
-    )
-    if names_tenants:
-        for tenant, count in admission.waiting.items():
-            waiting.add_metric([tenant], float(count))
-    else:
-        waiting.add_metric([], float(sum(admission.waiting.values())))
-    rejected = _single(admission.rejected)
-    yield from (
-        waiting,
-        _counted("admission_rejected", "Requests rejected before placement, by cause", rejected, "cause"),
-    )
+    yield counted_family("router_sequences", about, by_label(counters.finished), "reason")
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:

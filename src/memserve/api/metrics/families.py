@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from memserve.base.metrics import WHOSE, metrics_of
 from memserve.base.units import NS_PER_S
+from memserve.router.report import AdmissionStats
 
 Read = str | Callable[[Any], float | None]
 """A field, a path of fields (``view.load.requests_waiting``), a key of a mapping, or a function."""
@@ -186,3 +187,34 @@ def scaling_families(counts: Sequence[Any]) -> Iterator[Metric]:
         turns.add_metric([count.role.value, "more"], float(count.more))
         turns.add_metric([count.role.value, "fewer"], float(count.fewer))
     yield from (wanted_instances, turns)
+
+
+def counted_family(name: str, text: str, counts: Mapping[tuple[str, ...], int], *labels: str) -> Metric:
+    """A counter with a sample for each of ``counts``, by values of ``labels``."""
+    family = CounterMetricFamily(f"memserve_{name}", text, labels=list(labels))
+    for values, count in counts.items():
+        family.add_metric(list(values), float(count))
+    return family
+
+
+def by_label(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+    """Counts by the values of one label."""
+    return {(value,): count for value, count in counts.items()}
+
+
+def admission_families(admission: AdmissionStats, *, names_tenants: bool) -> Iterator[Metric]:
+    """What waits, was admitted and was rejected before placement. ``names_tenants``: whose requests wait is said."""
+    yield from families(declared(AdmissionStats), [((), admission)])
+    waiting = GaugeMetricFamily(
+        "memserve_admission_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
+    )
+    if names_tenants:
+        for tenant, count in admission.waiting.items():
+            waiting.add_metric([tenant], float(count))
+    else:
+        waiting.add_metric([], float(sum(admission.waiting.values())))
+    rejected = by_label(admission.rejected)
+    yield from (
+        waiting,
+        counted_family("admission_rejected", "Requests rejected before placement, by cause", rejected, "cause"),
+    )
