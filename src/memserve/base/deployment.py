@@ -149,6 +149,8 @@ class Followers:
     """What no command line may show."""
     on_start: Callable[[], None] = lambda: None
     """Called before any is started, when the folder of the metadata is this process's."""
+    drain_s: float = 0.0
+    """How long one may take to finish what its clients wait for."""
 
 
 SYNCS = ("none", "segment", "always")

@@ -57,6 +57,8 @@ class ChildOrder:
     role: Role
     flags: tuple[str, ...]
     """Further options of ``memserve instance`` or ``memserve store``."""
+    drain_s: float = 0.0
+    """How long it may take to finish what it has begun, before it says good-bye."""
 
     @property
     def command_line(self) -> list[str]:
@@ -214,7 +216,7 @@ class Supervisor:
         """Wait up to ``patience_s`` for the end of a child that was let go, then end it."""
         removed_children = [child for child in self._children if child.order.name == name]
         _wait_for(removed_children, patience_s)
-        self._end_all(removed_children, TERMINATE_S)
+        self._end_all(removed_children)
         with self._lock:
             self._children = [child for child in self._children if child not in removed_children]
             if self._file is not None:
@@ -252,20 +254,23 @@ class Supervisor:
     def close(self) -> None:
         """End all children, gently at first; the store after the instances, which offer KV to it until their end."""
         with self._lock:
+            routers_drain = self._retiring.is_set()
             self._retiring.set()
             self._closing.set()
-        self._end_all(self._router_children, TERMINATE_S)
-        self._end_all([child for child in self._children if child.order.role.has_model], TERMINATE_S)
-        self._end_all([child for child in self._children if child.order.is_store], STORE_END_S)
+        # a second signal would cut off what they are finishing
+        self._end_all(self._router_children, asks=not routers_drain)
+        self._end_all([child for child in self._children if child.order.role.has_model])
+        self._end_all([child for child in self._children if child.order.is_store])
 
     @property
     def _router_children(self) -> list[_Child]:
         return [child for child in self._children if child.order.role is Role.ROUTER]
 
     @staticmethod
-    def _end_all(children: Sequence[_Child], patience_s: float) -> None:
-        _send_signal(children, signal.SIGTERM)
-        _wait_for(children, patience_s)
+    def _end_all(children: Sequence[_Child], *, asks: bool = True) -> None:
+        if asks:
+            _send_signal(children, signal.SIGTERM)
+        _wait_for(children, TERMINATE_S + max((child.order.drain_s for child in children), default=0.0))
         _send_signal(children, signal.SIGKILL)
         _wait_for(children, KILL_S)
         for child in children:

@@ -368,6 +368,34 @@ def test_an_instance_is_back_when_descriptors_are_free_again(tmp_path: Path) -> 
     assert "instance x1 cannot be started: Too many open files; the next attempt" in done.stdout
 
 
+DRAINING = """
+signals = []
+signal.signal(signal.SIGTERM, lambda *_: signals.append("SIGTERM"))
+log.with_name("began").touch()
+while not signals: time.sleep(0.001)
+log.with_name("drains").touch()
+begun = time.monotonic()
+while len(signals) < 2 and time.monotonic() - begun < 1.5: time.sleep(0.001)  # longer than good-byes take
+log.with_name("signals").write_text(" ".join(signals))
+"""
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_routers_finish_what_clients_wait_for(is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether or not the end was announced, each is asked once, and has its drain time."""
+    monkeypatch.setattr(supervisor_module, "TERMINATE_S", 0.2)
+    order = Script("router-2", Role.ROUTER, (DRAINING, str(tmp_path / "log")), drain_s=10.0)
+    supervisor = Supervisor([order], ChildStart("the secret"), lambda name, how: None)
+    supervisor.start()
+    eventually((tmp_path / "began").exists)
+    supervisor.confirm_started()
+    if is_told:
+        supervisor.begin_retiring()
+        eventually((tmp_path / "drains").exists)
+    supervisor.close()
+    assert (tmp_path / "signals").read_text() == "SIGTERM"
+
+
 def test_store_ends_after_the_instances(world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes what they offer last; they are given the time for it, and it is given the time to write."""
     body = """

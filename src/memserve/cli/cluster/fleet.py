@@ -94,7 +94,7 @@ def _further_routers(followers: Followers, routers: int) -> Iterator[Callable[[]
     from memserve.host.supervisor import ChildOrder, ChildStart, Supervisor
 
     flags = ("--join", "127.0.0.1:1", *followers.flags)  # there is no cluster to join
-    orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, routers + 1)]
+    orders = [ChildOrder(f"router-{number}", Role.ROUTER, flags, followers.drain_s) for number in range(2, routers + 1)]
     start = ChildStart(secrets.token_hex(16), {**followers.keys, WITHOUT_MODEL: True})
     supervisor = Supervisor(orders, start, lambda name, how: log.error("%s has ended: %s", name, how))
     supervisor.start()

@@ -84,7 +84,8 @@ def followers_at(listeners: Sequence[socket.socket], http: opt.HttpOptions, *par
     words = [word for config in configs for word in command_line_of(config)]
     owner = "--owner-url", http.api_url(own_port).removesuffix("/v1")
     keys = {"api_keys": http.api_keys.as_payload(), "metrics_keys": http.metrics_keys.as_payload()}
-    return Followers((*owner, *tls, *words, *follower_words(http)), keys, partial(write_engines_of, http))
+    flags = (*owner, *tls, *words, *follower_words(http))
+    return Followers(flags, keys, partial(write_engines_of, http), http.server.drain_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

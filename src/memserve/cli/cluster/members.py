@@ -441,7 +441,7 @@ def _all_workers(engine_options: EngineOptions, options: ClusterOptions) -> list
 
 
 def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
-    from memserve.host.supervisor import ChildOrder
+    from memserve.host.supervisor import STORE_END_S, ChildOrder
 
     link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
     workers, first_number = _all_workers(engine_options, options), len(options.others.workers_before)
@@ -461,14 +461,14 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
         flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.store_flags)
         flags += ("--kv-codec", engine_options.kv_codec)
         flags += ("--model", options.model_name) if options.model_name else ()
-        orders.append(ChildOrder(options.store_name, Role.STORE, flags))
+        orders.append(ChildOrder(options.store_name, Role.STORE, flags, STORE_END_S))
     for name, spec in zip(options.engines.names, options.engines.specs, strict=True):
         model_flags = command_line_of(EngineOptions(engine_options.model, block_tokens=engine_options.block_tokens))
         flags = ("--join", address, "--log-level", log_level, *options.engines.flags_of(spec), *model_flags)
         orders.append(ChildOrder(f"{options.name_prefix}{name}", Role.ENGINE, flags))
     flags = ("--join", address, *options.followers.flags)
-    orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]
-    return orders
+    numbers, drain_s = range(2, options.routers + 1), options.followers.drain_s
+    return orders + [ChildOrder(f"router-{number}", Role.ROUTER, flags, drain_s) for number in numbers]
 
 
 def _wait_until_ready(
