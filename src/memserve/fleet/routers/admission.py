@@ -20,6 +20,7 @@ from memserve.fleet.messages import RouterJoined, RouterLeft
 from memserve.protocol.admission import AdmissionGrants, AdmissionRequests
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.peers import Peer, PeerInfo
+from memserve.router.admission.admission_queue import AdmissionQueue
 from memserve.router.admission.controller import AdmissionController, Rejection, RequestAdmission
 from memserve.router.admission.follower import remote_admission_for
 from memserve.router.admission.remote_requests import AdmissionTables, RemoteRequests
@@ -28,14 +29,14 @@ from memserve.router.members.loads import LoadTable
 from memserve.router.members.registry import Registry
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.report import AdmissionStats
-from memserve.router.requests.requests import RequestCause, RequestState
+from memserve.router.requests.requests import RequestState
 
 BEAT_NS = MemberConfig().beat_ns
 """A follower's lease is renewed so often: an owner that stands still has it admit nothing more."""
 
 
 class FleetAdmission:
-    """Asks admission for each request, and acts on what it says."""
+    """Requests up to their admission, whichever router they came to."""
 
     def __init__(
         self,
@@ -50,12 +51,12 @@ class FleetAdmission:
         """``place``, ``reject``: called with a request of this router that is admitted, or is not. ``is_follower``:
         another router has the queue, if there is any admission."""
         self._registry, self._timers, self._outbox = Registry(), timers, Outbox(remembers=False)
-        self._place, self._reject = place, reject
         self._asks = remote_admission_for(config, self._registry, loads) if is_follower else None
         owner = AdmissionController(config.admission, config.policy, self._registry, loads)
         self._admission: RequestAdmission = self._asks or owner
         tables = AdmissionTables(config, self._registry, self._admission, timers, self._outbox)
         self._remote_requests = RemoteRequests(tables, self, None)
+        self._queue = AdmissionQueue(self._admission, timers, self._remote_requests, place, reject)
         #: this router's own that wait or are active
         self._requests: dict[str, RequestState] = {}
         self._owner: Peer | None = None
@@ -70,42 +71,11 @@ class FleetAdmission:
 
     def enqueue_request(self, req: RequestState, now_ns: int) -> None:
         """Ask for admission: admitted now, queued, or rejected."""
-        rejection = self._admission.enqueue_request(req, now_ns)
-        if rejection is None:
-            self.admit_waiting(now_ns)
-            if not self._admission.is_waiting(req):
-                return
-            rejection = self._admission.reject_overflow(req)
-        if rejection is not None:
-            self._handle_rejection(rejection, now_ns)
-        until_ns = self._admission.wait_until_ns(req)
-        if until_ns is not None:
-            self._timers.arm(until_ns, self._on_wait_over, req)
+        self._queue.enqueue_request(req, now_ns)
 
     def admit_waiting(self, now_ns: int) -> None:
         """Admit queued requests as long as there is room."""
-        while not self._admission.is_idle(now_ns):
-            while (req := self._admission.admit_next(now_ns)) is not None:
-                req.change_phase(RequestCause.ADMITTED)
-                if req.is_remote:
-                    self._remote_requests.on_admitted(req, now_ns)
-                else:
-                    self._place(req, now_ns)
-            rejection = self._admission.reject_unservable(now_ns)
-            if rejection is None:
-                return
-            self._handle_rejection(rejection, now_ns)
-
-    def _on_wait_over(self, req: RequestState, now_ns: int) -> None:
-        rejection = self._admission.reject_timed_out(req, now_ns)
-        if rejection is not None:
-            self._handle_rejection(rejection, now_ns)
-
-    def _handle_rejection(self, rejection: Rejection, now_ns: int) -> None:
-        if rejection.req.is_remote:
-            self._remote_requests.on_rejected(rejection, now_ns)
-        else:
-            self._reject(rejection, now_ns)
+        self._queue.admit_waiting(now_ns)
 
     def release_request(self, req: RequestState, now_ns: int) -> None:
         """``req`` has ended, however it did; it may have ended before it asked for admission."""
@@ -144,7 +114,7 @@ class FleetAdmission:
         member = self._registry.get(event.sender)
         if self._asks is not None and isinstance(event.message, AdmissionGrants):
             for rejection in self._asks.on_grants(event.sender, event.message, now_ns):
-                self._handle_rejection(rejection, now_ns)
+                self._queue.handle_rejection(rejection, now_ns)
         elif member is not None and isinstance(event.message, AdmissionRequests):
             self._remote_requests.on_requests(member, event.message, now_ns)
 

@@ -21,6 +21,7 @@ from memserve.base.types import Caching, FinishReason, TokenOutput
 from memserve.base.units import NS_PER_S, ns_from_s
 from memserve.protocol.messages import RETRY_S, Cancel, RequestRefused
 from memserve.protocol.records import EntryUsed
+from memserve.router.admission.admission_queue import AdmissionQueue
 from memserve.router.admission.controller import Rejection
 from memserve.router.admission.remote_requests import AdmissionTables, RemoteAttempts, RemoteRequests
 from memserve.router.members.loads import Charge
@@ -40,7 +41,7 @@ from memserve.router.requests.requests import Attempt, RequestCause, RequestPhas
 
 
 class AdmissionFlow:
-    """Asks admission for each request, and acts on what it says."""
+    """Requests of a router that has instances, up to their place there or their rejection."""
 
     def __init__(
         self,
@@ -50,9 +51,12 @@ class AdmissionFlow:
         answers: ReplayLog,
         flow: RequestFlow,
     ) -> None:
-        self._requests, self._remote_requests, self._answers, self._flow = requests, remote_requests, answers, flow
+        self._requests, self._answers, self._flow = requests, answers, flow
         self._admission, self._placer = parts.admission, parts.placer
-        self._timers, self._outbox, self._counters = parts.timers, parts.outbox, parts.counters
+        self._outbox, self._counters = parts.outbox, parts.counters
+        self._queue = AdmissionQueue(
+            parts.admission, parts.timers, remote_requests, flow.place_request, self._handle_own_rejection
+        )
 
     def add_request(self, req: RequestState, now_ns: int) -> None:
         """A new request: placed now, queued, or rejected."""
@@ -64,51 +68,18 @@ class AdmissionFlow:
         if self._admission.memory.wants_identities:
             # blocks that requests share, or that pins hold, count once: the ledger must know them before it decides
             self._placer.prompt_identities(req)
-        rejection = self._admission.enqueue_request(req, now_ns)
-        if rejection is None:
-            self._admit_queued(now_ns)
-            # it was placed at once, or rejected as one that fits nowhere
-            if not self._admission.is_waiting(req):
-                return
-            rejection = self._admission.reject_overflow(req)
-        if rejection is not None:
-            self.handle_rejection(rejection, now_ns)
-        until_ns = self._admission.wait_until_ns(req)
-        if until_ns is not None:
-            self._timers.arm(until_ns, self._on_wait_timer, req)
+        self._queue.enqueue_request(req, now_ns)
 
     def admit_waiting(self, now_ns: int) -> None:
         """Admit and place queued requests as long as there is room."""
-        if self._admission.is_idle(now_ns):
-            return
-        self._admit_queued(now_ns)
-        # none was rejected while admission was closed
-        while (rejection := self._admission.reject_over_limit()) is not None:
-            self.handle_rejection(rejection, now_ns)
-
-    def _admit_queued(self, now_ns: int) -> None:
-        while not self._admission.is_idle(now_ns):
-            while (req := self._admission.admit_next(now_ns)) is not None:
-                req.change_phase(RequestCause.ADMITTED)
-                if req.is_remote:
-                    self._remote_requests.on_admitted(req, now_ns)
-                else:
-                    self._flow.place_request(req, now_ns)
-            rejection = self._admission.reject_unservable(now_ns)
-            if rejection is None:
-                return
-            self.handle_rejection(rejection, now_ns)
-
-    def _on_wait_timer(self, req: RequestState, now_ns: int) -> None:
-        rejection = self._admission.reject_timed_out(req, now_ns)
-        if rejection is not None:
-            self.handle_rejection(rejection, now_ns)
+        self._queue.admit_waiting(now_ns)
 
     def handle_rejection(self, rejection: Rejection, now_ns: int) -> None:
         """Admission has decided."""
-        if rejection.req.is_remote:
-            self._remote_requests.on_rejected(rejection, now_ns)
-        elif rejection.req.has_begun:  # an expelled follower has asked for it again
+        self._queue.handle_rejection(rejection, now_ns)
+
+    def _handle_own_rejection(self, rejection: Rejection, now_ns: int) -> None:
+        if rejection.req.has_begun:  # an expelled follower has asked for it again
             self._counters.requests_failed += 1
             self._flow.end_request(rejection.req, FinishReason.ERROR, now_ns)
         else:
